@@ -50,6 +50,7 @@ class Segment:
     loss: float  # of the last batch
     others: float  # cores that other processes kept busy meanwhile
     busiest: float | None = None  # share of the middle of the segment in which the busiest rank's GPU computed
+    cores: float | None = None  # that the process with the most processor time kept busy
 
 
 class Ranks:
@@ -118,7 +119,8 @@ class Ranks:
         others = busy_seconds(with_stolen=True) - busy - sum(event["used"] for event in events)
         busy_shares = [event["busy"] for event in events if event["busy"] is not None]
         busiest = max(busy_shares, default=None)
-        return Segment(seconds, fmean(losses), max(0.0, others / (seconds + _LEAD_SECONDS)), busiest)
+        cores = max(event["used"] for event in events) / seconds
+        return Segment(seconds, fmean(losses), max(0.0, others / (seconds + _LEAD_SECONDS)), busiest, cores)
 
     def save(self, folder: Path) -> None:
         """Make every rank write its weights (`RANK.safetensors`) and the spans of its last actions (`RANK.json`)."""

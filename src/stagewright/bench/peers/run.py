@@ -58,7 +58,7 @@ def make_row(side: Side, measure: Measure, workload: Workload, steps: int, segme
         Repeat(measure.of(workload, side.steps or steps, segment.seconds), loss=segment.loss, others=segment.others)
         for segment in segments
     ]
-    busiest = [segment.busiest for segment in segments if segment.busiest is not None]
+    notes = (_busiest(segments), _cores(workload, segments), _tokens(workload, measure, repeats))
     return measured_row(
         str(workload),
         side.name,
@@ -71,12 +71,20 @@ def make_row(side: Side, measure: Measure, workload: Workload, steps: int, segme
         device=workload.setting.device,
         cuts=() if workload.cut is None or side.mode == "dp" else (workload.cut,),
         microbatches=side.microbatches or workload.microbatches,
-        note="; ".join(filter(None, (_busiest(busiest), _tokens(workload, measure, repeats)))),
+        note="; ".join(filter(None, notes)),
     )
 
 
-def _busiest(shares: Sequence[float]) -> str:
+def _busiest(segments: Sequence[Segment]) -> str:
+    shares = [segment.busiest for segment in segments if segment.busiest is not None]
     return f"the busiest rank computes {median(shares):.0%} of the time" if shares else ""
+
+
+def _cores(workload: Workload, segments: Sequence[Segment]) -> str:
+    """On CPUs, whether a side is slow since it computes or since it waits."""
+    used = [segment.cores for segment in segments if segment.cores is not None]
+    is_shown = used and workload.setting.device == "cpu"
+    return f"the process with the most processor time uses {median(used):.2f} cores" if is_shown else ""
 
 
 def _tokens(workload: Workload, measure: Measure, repeats: Sequence[Repeat]) -> str:

@@ -55,7 +55,7 @@ def made(name: str, seconds: dict[str, tuple[float, ...]]) -> Outcome:
     outcome = new_outcome(name, suite.title, 3, unit=suite.measure.unit)
     for case in suite.cases:
         timed = {
-            side: [Segment(one, 2.0, 0.0, 0.67) for one in seconds.get(side.name, (1.0, 1.0 + 0.1 * number, 1.0))]
+            side: [Segment(one, 2.0, 0.0, 0.67, 0.92) for one in seconds.get(side.name, (1.0, 1.0 + 0.1 * number, 1.0))]
             for number, side in enumerate(case.sides)
         }
         outcome = with_case(outcome, suite.measure, case, timed, case.steps)
@@ -74,6 +74,8 @@ def test_tables_fit_80_columns(name: str, capsys: pytest.CaptureFixture[str]) ->
         assert f"{pairing.ours.name} / {pairing.theirs.name}" in printed
     assert "95 % interval" in printed and f"stagewright bench {name}" in printed
     assert "the busiest rank computes 67% of the time" in printed
+    are_on_cpu = {case.workload.setting.device == "cpu" for case in SUITES[name].cases}
+    assert ("uses 0.92 cores" in printed) is (True in are_on_cpu)
     met = [ratio.is_met for ratio in outcome.ratios]
     assert f"{met.count(True)} of {len(met)} goal" in printed and ("give more --repeats" in printed) is (None in met)
 
