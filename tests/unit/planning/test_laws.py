@@ -1,6 +1,6 @@
 """Laws that every answer of the planner obeys, over random clusters, models and batches.
 
-Thirty cases every day; `make nightly` runs 500.
+Eighteen cases every day; `make nightly` runs 500.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stagewright.planning.planner import choose
 from stagewright.planning.predict import predict
 from tests.unit.planning.laws import hand_plan, random_setting
 
-CASES = 500 if os.environ.get("STAGEWRIGHT_NIGHTLY") else 30
+CASES = 500 if os.environ.get("STAGEWRIGHT_NIGHTLY") else 18
 HAND_PLANS = 30
 CLOSE = 0.01
 GROUPS = 6  # of cases, so that both processes of the test run take some

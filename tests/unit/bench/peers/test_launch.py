@@ -13,5 +13,5 @@ from stagewright.bench.peers.launch import open_ranks
 
 def test_a_rank_that_fails_is_reported_in_one_line(tmp_path: Path) -> None:
     side = SUITES["overhead"].cases[0].sides[0]
-    with ExitStack() as stack, pytest.raises(ValueError, match=r"^sync rank \d ended with code 1: FileNotFound.*$"):
-        open_ranks(stack, {side: tmp_path / "no.json"}, tmp_path, {side: 2})
+    with ExitStack() as stack, pytest.raises(ValueError, match=r"^sync rank 0 ended with code 1: FileNotFound.*$"):
+        open_ranks(stack, {side: tmp_path / "no.json"}, tmp_path, {side: 1})
