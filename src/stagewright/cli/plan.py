@@ -66,7 +66,7 @@ def run(parsed: argparse.Namespace) -> None:
             say(console, text)
 
         asked = ask(parsed, progress, announce=announce)
-        choice = search(parsed, asked, progress)
+        choice = search(parsed, asked, progress, synchronous=_is_for_train(parsed, asked))
         comparison = compare(choice, asked.setting, asked.catalog, measured=asked.is_measured)
         tried = _try(parsed, asked, choice, progress) if parsed.try_ else ()
     if tried:
@@ -196,7 +196,7 @@ def _page(parsed: argparse.Namespace, asked: Asked, choice: Choice, comparison: 
     page = make_prediction_page(name, drawn)
     rows = tuple(
         (
-            f"{c.plan.mode} {c.plan.shape}{_marks(asked, choice, c)}",
+            f"{c.plan.mode} {c.plan.shape}{_marks(parsed, asked, choice, c)}",
             str(c.plan.microbatches),
             ",".join(str(stage.versions - 1) for stage in c.plan.stages),
             format_rate(c.prediction.images_per_second),
@@ -216,15 +216,21 @@ def _page(parsed: argparse.Namespace, asked: Asked, choice: Choice, comparison: 
     return replace(page, blocks=tuple(blocks))
 
 
-def _own_choice(asked: Asked, choice: Choice) -> Candidate | None:
-    """Which of the candidates `train` chooses by itself: none whose weights lag, and none of several machines."""
-    return choice.without_lag if len(asked.setting.cluster.machines) == 1 else None
+def _is_for_train(parsed: argparse.Namespace, asked: Asked) -> bool:
+    """Whether `train` would choose from these plans: on GPUs of one machine; on CPUs it also tries one process."""
+    has_modes = not parsed.mode or "sync" in parsed.mode
+    return has_modes and asked.device == "cuda" and len(asked.setting.cluster.machines) == 1
 
 
-def _marks(asked: Asked, choice: Choice, candidate: Candidate) -> str:
+def _own_choice(parsed: argparse.Namespace, asked: Asked, choice: Choice) -> Candidate | None:
+    """Which of the candidates `train` chooses by itself, if it chooses from them: none whose weights lag."""
+    return choice.without_lag if _is_for_train(parsed, asked) else None
+
+
+def _marks(parsed: argparse.Namespace, asked: Asked, choice: Choice, candidate: Candidate) -> str:
     """On a page: which plan is chosen, and which `train` chooses by itself."""
     marks = ["chosen"] if candidate is choice.best else []
-    marks += ["train's own choice"] if candidate is _own_choice(asked, choice) else []
+    marks += ["train's own choice"] if candidate is _own_choice(parsed, asked, choice) else []
     return f" ({', '.join(marks)})" if marks else ""
 
 
@@ -253,7 +259,7 @@ def _as_json(
         "best": choice.candidates.index(choice.best),
         "winner": choice.candidates.index(choice.best) if comparison.has_winner or choice.decided else None,
         "rivals": [choice.candidates.index(rival) for rival in comparison.rivals],
-        "own": None if (own := _own_choice(asked, choice)) is None else choice.candidates.index(own),
+        "own": None if (own := _own_choice(parsed, asked, choice)) is None else choice.candidates.index(own),
         "measure": None if choice.decided else "; ".join(comparison.advice(choice, parsed.model)) or None,
         "candidates": [
             {
@@ -342,11 +348,11 @@ def show(
     if explained:
         _show_unit(console, explained)
     if has_command:
-        own_choice = _own_choice(asked, choice)
+        own_choice = _own_choice(parsed, asked, choice)
         if own_choice is not None and not choice.best.plan.is_synchronous:
             rate = f"{format_rate(own_choice.prediction.images_per_second)} {rate_of(parsed.model)}"
-            plain = f"{_name_of(own_choice)} ({rate})"
-            say(console, f"train alone takes no lag: of these {plain}; the command below takes {_name_of(choice.best)}")
+            plain, best = f"{_name_of(own_choice)} ({rate})", _name_of(choice.best)
+            say(console, f"train by itself avoids lag and would take {plain}; the command below takes {best}")
         say(console, f"train it: {train_command(parsed, asked, choice.best.plan)}")
 
 

@@ -103,10 +103,8 @@ class Choice:
         """The fewest stages within three percent of the fastest: a smaller gain is not worth more lag and memory."""
         if self.decided:
             return self.candidates[0]
-        close = self.within(math.log1p(_MARGIN))
-        return min(
-            close, key=lambda candidate: (len(candidate.plan.stages), sum(s.versions for s in candidate.plan.stages))
-        )
+        best = _fewest_stages([candidate.prediction for candidate in self.candidates])
+        return next(candidate for candidate in self.candidates if candidate.prediction is best)
 
     @property
     def without_lag(self) -> Candidate | None:
@@ -120,6 +118,13 @@ class Choice:
         return [candidate for candidate in self.candidates if candidate.prediction.images_per_second >= least]
 
 
+def _fewest_stages(predictions: Sequence[Prediction]) -> Prediction:
+    """The prediction with the fewest stages, and then the least lag, that is within three percent of the fastest."""
+    ordered = sorted(predictions, key=lambda one: -one.images_per_second)
+    close = [one for one in ordered if one.images_per_second >= ordered[0].images_per_second / (1 + _MARGIN)]
+    return min(close, key=lambda one: (len(one.plan.stages), sum(stage.versions for stage in one.plan.stages)))
+
+
 def choose(
     setting: Setting,
     batch: int,
@@ -128,11 +133,13 @@ def choose(
     microbatches: int | None = None,
     staleness: int | None = None,
     whole: bool = False,
+    synchronous: bool = False,
     progress: Progress = lambda text: None,
 ) -> Choice:
     """Search, simulate and improve the most promising plans, and compare them with plain data parallel.
 
-    `whole`: only plans that use every device.
+    `whole`: only plans that use every device. `synchronous`: where the weights of the best plan lag, search plans
+    without lag by themselves too, so that the best of these is among the candidates.
     """
     devices = len(setting.cluster.devices)
     usual = microbatch_counts(batch, devices) if microbatches is None else [microbatches]
@@ -143,7 +150,14 @@ def choose(
     effort = Effort.of(devices)
     pool = _Pool(sorted_setting, batch, tuple(modes), microbatches, staleness, effort, progress, is_whole=whole)
     pool.fill()
-    found = [_renamed(prediction, order) for prediction in pool.finished()]
+    finished = pool.finished()
+    if synchronous and finished and not _fewest_stages(finished).plan.is_synchronous:
+        alone = _Pool(sorted_setting, batch, (Mode.SYNC,), microbatches, None, effort, progress, is_whole=whole)
+        alone.fill()
+        best_alone = _fewest_stages(alone.finished())
+        shape = best_alone.plan.mode, best_alone.plan.shape
+        finished = [*(one for one in finished if (one.plan.mode, one.plan.shape) != shape), best_alone]
+    found = [_renamed(prediction, order) for prediction in finished]
     refused = [_refusal(_renamed_plan(plan, order), setting) for plan in pool.refused()]
     if not found:
         raise UserError(f"nothing fits: {refused[0]}")

@@ -96,8 +96,18 @@ def ask(options: Any, progress: Progress, form: Form | None = None, announce: Pr
     return Asked(setting, catalog, batch, "cpu" if kinds == {"cpu"} else "cuda", is_measured, options.profile)
 
 
-def search(options: Any, asked: Asked, progress: Progress, modes: Sequence[str] | None = None) -> Choice:
-    """The best plans in the setting that is asked about; `modes` beside dp, instead of those of the options."""
+def search(
+    options: Any,
+    asked: Asked,
+    progress: Progress,
+    modes: Sequence[str] | None = None,
+    *,
+    synchronous: bool = False,
+) -> Choice:
+    """The best plans in the setting that is asked about; `modes` beside dp, instead of those of the options.
+
+    `synchronous`: with the best of those without lag in any case (`planner.choose`).
+    """
     tried = options.mode or ("stale", "sync") if modes is None else modes
     return choose(
         asked.setting,
@@ -105,6 +115,7 @@ def search(options: Any, asked: Asked, progress: Progress, modes: Sequence[str] 
         modes=tuple(Mode(mode) for mode in tried),
         microbatches=options.microbatches,
         staleness=options.staleness,
+        synchronous=synchronous,
         progress=progress,
     )
 

@@ -77,6 +77,20 @@ def test_candidates_are_sorted_and_each_has_a_reason() -> None:
     assert any(candidate.plan.mode is Mode.DP for candidate in choice.candidates)
 
 
+def test_the_best_plan_without_lag_is_among_the_candidates_where_it_is_asked_for() -> None:
+    where = setting("vgg16", "titan-v-8", devices=4)
+    (alone, lagging, both) = (
+        choose(where, 128, modes=(Mode.SYNC,)).best,
+        choose(where, 128).without_lag,
+        choose(where, 128, synchronous=True),
+    )
+    assert lagging is not None and both.without_lag is not None
+    assert lagging.plan.mode is Mode.DP, "a search with lag shows no plan of several stages without"
+    assert both.without_lag.plan == alone.plan and alone.plan.mode is Mode.SYNC
+    rates = [candidate.prediction.images_per_second for candidate in both.candidates]
+    assert rates == sorted(rates, reverse=True) and not both.best.plan.is_synchronous
+
+
 def with_memory(where: Setting, mib: int) -> Setting:
     def devices(kind: str):  # type: ignore[no-untyped-def]
         return replace(shipped().device(kind), memory=mib * MIB)
