@@ -52,6 +52,13 @@ def read_text(path: str | os.PathLike[str], most: int = MOST_TEXT_BYTES) -> str:
     return read_regular(path, most).decode()
 
 
+def cache_folder(kind: str = "") -> Path:
+    """Where what can be made again is kept, such as proofs: $STAGEWRIGHT_CACHE, else in the user's cache folder."""
+    base = os.environ.get("STAGEWRIGHT_CACHE")
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (Path(base) if base else user / "stagewright") / kind
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a UTF-8 file that a user names; errors as of `write_bytes`."""
     write_bytes(path, text.encode())

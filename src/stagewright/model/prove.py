@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 import random
 import re
 import sys
@@ -32,7 +31,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from stagewright.errors import UserError, first_line
-from stagewright.files import read_text, write_text
+from stagewright.files import cache_folder, read_text, write_text
 from stagewright.model.call import Inputs, differentiable, leaves_of
 from stagewright.model.cut import WAYS, Chain, Piece, Way
 from stagewright.model.load import convert
@@ -117,7 +116,7 @@ def prove(build: Build, chain: Chain, cuts: Sequence[str], identity: str) -> Pro
     """
     began, way, example = time.perf_counter(), chain.way, chain.example
     key = proof_key(chain, cuts, identity)
-    path = None if key is None else cache_folder() / f"{key}.json"
+    path = None if key is None else cache_folder("proofs") / f"{key}.json"
     if path is not None and (known := _read(path)) is not None:
         return known
     _require_memory(chain.model)
@@ -270,7 +269,7 @@ def _give_state(author: nn.Module, copy: nn.Module) -> None:
     with torch.no_grad():
         for name, tensor in _named(author):
             if name not in own or own[name].shape != tensor.shape:
-                raise UserError(f"the factory builds another model each time: '{name}' is only in one of two")
+                raise UserError(f"the factory builds a different model each time: '{name}' is in only one of two")
             own[name].copy_(tensor)
 
 
@@ -504,11 +503,6 @@ def _difference(
 
 
 # Proofs that were made before.
-
-
-def cache_folder() -> Path:
-    """Where proofs are kept, beside other programs' caches."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stagewright" / "proofs"
 
 
 def proof_key(chain: Chain, cuts: Sequence[str], identity: str) -> str | None:

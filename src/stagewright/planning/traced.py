@@ -11,7 +11,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from typing import Any
 
 from stagewright import model as model_package
 from stagewright.errors import UserError
-from stagewright.files import read_text, write_text
+from stagewright.files import cache_folder, read_text, write_text
 from stagewright.model.call import Form
 from stagewright.model.cut import Chain
 from stagewright.model.libraries import package_of
@@ -75,7 +74,7 @@ class TracedModel:
         if self._name in ZOO and self._frozen is None:
             if self._classes is None and self._form == form_of(self._name) and self._name in shipped_shapes():
                 return read_shapes(shipped_shapes()[self._name])
-            path = _folder() / f"{self._name}-{_digest(self._name, self._classes, self._form)}.json"
+            path = cache_folder("shapes") / f"{self._name}-{_digest(self._name, self._classes, self._form)}.json"
             with suppress(OSError, ValueError, KeyError, TypeError):
                 return read_shapes(read_text(path))
         with model_errors(self._name, self._form):
@@ -179,10 +178,6 @@ def shipped_shapes() -> Mapping[str, str]:
 def _release() -> str:
     """The first two numbers of torch's version: what autograd saves may change with them."""
     return ".".join(version("torch").split(".")[:2])
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stagewright" / "shapes"
 
 
 def _digest(*about: object) -> str:

@@ -25,6 +25,7 @@ from stagewright.cluster.specs import Catalog
 from stagewright.cluster.topology import Cluster
 from stagewright.config.sections import AUTO, require_within
 from stagewright.errors import UserError, is_out_of_memory, within_memory
+from stagewright.files import cache_folder
 from stagewright.hardware.cluster_file import ImportOptions, checked_toml, import_this_machine
 from stagewright.hardware.devices import default_device, default_precision, require_cuda
 from stagewright.hardware.host import num_cores
@@ -225,14 +226,14 @@ def profile_here(
     sizes = _sizes_for(subject, device, devices, is_alone=is_alone)
     if sizes[0] != _sizes_of(device)[0]:
         wanted.most = sizes[0]  # a profile of larger microbatches would not do
-    file = cache_folder() / f"{_key(wanted, form)}.json"
+    file = cache_folder("profiles") / f"{_key(wanted, form)}.json"
     if file.exists() and not is_given(model):  # an object of a script may be another one each time
         try:
             return _here(device, devices, threads, read_profile(file), file)
         except UserError:
             file.unlink()  # of an older format
     if not is_alone:
-        kept = "" if is_given(model) else f", once; kept in {cache_folder()}"
+        kept = "" if is_given(model) else f", once; kept in {file.parent}"
         (announce or progress)(f"profiling {model.removeprefix(MODULE)} on this machine{kept}")
     since = _Cores()
     profile = _short_profile(wanted, form, sizes, progress, is_alone=is_alone)
@@ -313,12 +314,6 @@ def _here(device: str, devices: int, threads: int, profile: Profile, file: Path)
         text.flush()
         catalog, cluster = open_cluster(text.name)
     return Here(device, devices, profile, catalog, cluster, file)
-
-
-def cache_folder() -> Path:
-    """Where profiles of this machine are kept."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "stagewright" / "profiles"
 
 
 def _key(wanted: SimpleNamespace, form: Form) -> str:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from stagewright.files import open_regular
+from stagewright.files import cache_folder, open_regular
 
 MOST_CLASSES = 2**24  # a larger class number is treated as damaged
 _FORMAT = "2"  # 1 had no hash
@@ -237,10 +237,7 @@ def index_files(root: Path, key: str) -> Iterable[Path]:
     """Where the index of a data set may be: beside the data, then in the cache folder."""
     digest = blake2b(f"{root.absolute()}/{key}".encode(errors="surrogateescape"), digest_size=8).hexdigest()
     beside = blake2b(key.encode(errors="surrogateescape"), digest_size=4).hexdigest()
-    home = os.environ.get("STAGEWRIGHT_CACHE") or str(
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stagewright"
-    )
-    return (root / f".stagewright-{beside}.index", Path(home) / f"{digest}.index")
+    return (root / f".stagewright-{beside}.index", cache_folder() / f"{digest}.index")
 
 
 def cached_index(root: Path, key: str, is_current: Callable[[Index], bool], build: Callable[[], Index]) -> Index:
