@@ -64,7 +64,7 @@ def test_a_program_is_actions_between_spaces() -> None:
 
 @pytest.mark.parametrize("text", ["", "F3@2", "0X3@2", "0F3@", "0F3 @2", "0f3@2", "-1F3@2", "0F3@2x", "0SA3>"])
 def test_what_is_no_action_at_all(text: str) -> None:
-    with pytest.raises(ValueError, match=f"^'{text}' is no action; an action looks like 0F3@2"):
+    with pytest.raises(ValueError, match=f"^'{text}' is not an action; an action looks like 0F3@2"):
         parse_action(text, rank=0)
 
 

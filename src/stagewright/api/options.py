@@ -100,7 +100,8 @@ class TrainOptions(TypedDict, total=False):
     """samples per update (the global batch) (default: 64; less for little data, more on several GPUs)"""
 
     microbatches: int | None
-    """microbatches per batch (default: 2 x most replicas)"""
+    """microbatches per batch (default: 2 x most replicas, or replicas of one stage; more if the batch needs
+    it)"""
 
     ignore_index: int | None
     """a label that does not count (default: -100, where a sample has many)"""
@@ -247,7 +248,7 @@ class TrainOptions(TypedDict, total=False):
     """batches between evaluations (0: only at the end) (default: with --val, an epoch)"""
 
     early_stop: int | None
-    """stop after N evaluations without a better --best (default of that: loss)"""
+    """stop after N evaluations without a better --best (which is then loss by default)"""
 
     log_every: int
     """batches between log lines (default: 10)"""

@@ -80,7 +80,7 @@ def train(
 
 
 def known_options(options: Mapping[str, Any], of: Callable[..., Any]) -> Mapping[str, Any]:
-    """The options of a function, or an error that names the nearest one to what is none."""
+    """The options of a function, or an error that suggests the nearest one for a name that is not an option."""
     renamed = {old.partition(".")[2]: new.partition(".")[2] for old, new in RENAMED.items()}
     for keyword, value in options.items():
         if new := renamed.get(keyword):

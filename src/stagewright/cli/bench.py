@@ -242,7 +242,7 @@ def _refuse_unused(request: Request, taken: Sequence[str]) -> None:
 def _run_rows(request: Request) -> None:
     """Predict the measured rows of a file."""
     if request.rows is None:
-        raise UserError(f"--given {request.given} tells hosts of --rows FILE.toml; give that as well")
+        raise UserError(f"--given {request.given} needs --rows FILE.toml as well")
     rows, skipped = published.predict_file(request.rows, request.given)
     if request.as_json:
         print(json.dumps(published.as_json(rows, skipped)))
@@ -252,7 +252,7 @@ def _run_rows(request: Request) -> None:
 
 def _suite_options(request: Request) -> SuiteOptions:
     if request.cluster is not None and not request.simulate:
-        raise UserError(f"--cluster {request.cluster} is for simulating; give --simulate as well")
+        raise UserError(f"--cluster {request.cluster} needs --simulate as well")
     suite = read_suite(request.suite)
     return SuiteOptions(
         repeats=request.repeats or suite.repeats,

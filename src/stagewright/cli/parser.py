@@ -66,7 +66,7 @@ models of libraries, cut and compared with plain PyTorch:
 comparisons with stock PyTorch:
   overhead, peers, gpu, transformers, shared
 parts of Stagewright:
-  published, planner, own, checkpoint, monitor, data"""
+  published, planner, own, engine, growth, startup, checkpoint, monitor, data"""
 
 
 def completed(name: str, given: Mapping[str, Any]) -> argparse.Namespace:
@@ -155,8 +155,8 @@ _RECORDS = Argument("path", "PATH", _DATA)
 
 COMMANDS = (
     Command(
-        *("doctor", "machine:run_doctor", "describe this machine and what will slow training down"),
-        "Describe this machine, find what will slow training down, and say what to do about it.",
+        *("doctor", "machine:run_doctor", "inspect this machine for what slows training down"),
+        "Describe this machine, find what slows training down, and say what to do about it.",
         options=(
             *take("--data", metavar="PATH", default=None, help="also time the disk of this file or folder"),
             *take("--fast"),
@@ -271,7 +271,7 @@ COMMANDS = (
     ),
     Command(
         *("run", "train:run_script", "run a script whose stagewright.Engine trains over stages"),
-        usage="SCRIPT [-- ARGUMENT ...]",
+        usage="SCRIPT [options] [-- ARGUMENT ...]",
         arguments=(Argument("script", "SCRIPT", "a Python file; its own arguments follow --"),),
         options=(*_CONFIGURED, *take_sections("plan", "checkpoint", "run", "nodes")),
         has_json=False,
@@ -421,7 +421,7 @@ COMMANDS = (
             *take("--data", default=None, help="real data for suites that take it: folder:DIR, tar:GLOB, ..."),
             *take("--set", is_repeated=True, help="an option for every configuration: run.seed=3"),
             *take("--simulate"),
-            *take("--cluster", help="predict everything for this cluster"),
+            *take("--cluster", help="predict everything for this cluster (suites: with --simulate)"),
             *take("--rows --given --row"),
             *take("--anonymise --runs"),
             *take("--val", group="learning", help="data to evaluate on"),

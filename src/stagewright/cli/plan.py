@@ -38,7 +38,7 @@ from stagewright.planning.traced import rate_of
 from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console, plain_table, print_rows, say
 from stagewright.report.page import Page, Table
-from stagewright.run.plan import Asked, Progress, ask, layout_words, read_setting, search
+from stagewright.run.plan import Asked, Progress, ask, plan_options, read_setting, search
 from stagewright.run.report import make_prediction_page, write_page
 
 _LEAST_STEPS = 12  # that a plan is trained to be timed
@@ -160,7 +160,7 @@ def train_command(parsed: argparse.Namespace, asked: Asked, plan: Plan) -> str:
     device = ["--device", asked.device, "--precision", asked.setting.precision]
     if parsed.output:
         return shlex.join([*words, *device, "--plan", parsed.output])
-    return shlex.join([*words, *layout_words(plan, asked.device, asked.setting.precision, asked.threads)])
+    return shlex.join([*words, *plan_options(plan, asked.device, asked.setting.precision, asked.threads)])
 
 
 def _plan_file(parsed: argparse.Namespace, asked: Asked, choice: Choice, found: dict[str, Any]) -> dict[str, Any]:

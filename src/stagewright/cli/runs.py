@@ -172,7 +172,9 @@ def run_delete(parsed: argparse.Namespace) -> None:
     what = f"{counted(len(folders), 'run')}, {format_bytes(size)}"
     if not parsed.yes:
         if not sys.stdin.isatty():
-            raise UserError(f"nobody can be asked whether to delete {what}; give --yes to delete without a question")
+            raise UserError(
+                f"can't ask whether to delete {what} without a terminal; use --yes to delete without being asked"
+            )
         lines = [f"{printable(str(folder))}{_named(folder)}\n" for folder in folders]
         sys.stderr.write(f"{''.join(lines)}delete {what}, for good? [y/N] ")
         sys.stderr.flush()

@@ -20,7 +20,7 @@ from stagewright.errors import RunFailed, UserError, counted
 from stagewright.metrics import format_metric, format_rate, metric_label, speed_words
 from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console, say
-from stagewright.run.plan import layout_lines
+from stagewright.run.plan import auto_plan_lines
 from stagewright.run.prepare import explained
 from stagewright.run.resume import resumed_config
 from stagewright.run.script import OPTIONS
@@ -73,12 +73,12 @@ def run(parsed: argparse.Namespace) -> None:
 def _explain(config: Config, console: Console) -> None:
     """Print every candidate for this machine, and the line that training would begin with."""
     show = partial(say, console)
-    layout = explained(config, lambda warning: show(f"warning: {warning}"), show)
-    if layout.searched is not None:
-        searched = layout.searched
+    auto = explained(config, lambda warning: show(f"warning: {warning}"), show)
+    if auto.searched is not None:
+        searched = auto.searched
         shown = (searched.options, searched.asked, searched.choice, searched.comparison, None)
         show_candidates(console, *shown, has_command=False)
-    show(*layout_lines(layout))
+    show(*auto_plan_lines(auto))
 
 
 def _require_learnt(result: Result) -> None:

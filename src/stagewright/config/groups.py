@@ -63,7 +63,7 @@ def _read_group(given: Any) -> GroupConfig:
         if name not in _SETTINGS:
             raise UserError(f"{_FLAG} {pattern}: unknown setting '{name}'; {did_you_mean(str(name), _SETTINGS)}")
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{_FLAG} {pattern}: {name} is {value!r}, which is no number; write it as in {_EXAMPLE}")
+            raise UserError(f"{_FLAG} {pattern}: {name} is {value!r}, which is not a number; write it as in {_EXAMPLE}")
         require_within(f"{_FLAG} {pattern}: {name}", value, **bounds[f"optimizer.{name}"])
     if not settings:
         raise UserError(f"{_FLAG} {pattern} changes nothing; give {', '.join(_SETTINGS[:-1])} or {_SETTINGS[-1]}")

@@ -174,7 +174,10 @@ class PlanConfig(Section):
         most=_MOST_BATCH,
     )
     microbatches: int | None = option(
-        None, "--microbatches", "microbatches per batch (default: 2 x most replicas)", least=1
+        None,
+        "--microbatches",
+        "microbatches per batch (default: 2 x most replicas, or replicas of one stage; more if the batch needs it)",
+        least=1,
     )
 
 
@@ -336,7 +339,10 @@ class RunConfig(Section):
         is_joined=True,
     )
     early_stop: int | None = option(
-        None, "--early-stop", "stop after N evaluations without a better --best (default of that: loss)", least=1
+        None,
+        "--early-stop",
+        "stop after N evaluations without a better --best (which is then loss by default)",
+        least=1,
     )
     log_every: int = option(10, "--log-every", "batches between log lines", least=1)
     monitor_every: float = option(1.0, "--monitor-every", "seconds between samples of memory, load and power (0: none)")

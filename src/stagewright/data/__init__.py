@@ -2,6 +2,6 @@
 
 `formats` reads what is stored; `datasets` opens folders, tar shards and OFRecord parts of images; `sources` gives
 samples by index; `order` says which samples make up which microbatch; `loader` and `on_device` load microbatches, by
-the threads of `pool` or by `processes`; `survey` and `convert` are commands. Imports `errors`, `files` and `metrics`
-only; `runtime`, `run`, `bench` and `cli` may import it.
+the threads of `pool` or by `processes`; `survey` and `convert` are commands. Imports `errors`, `files`, `metrics` and
+`objects` only; `runtime`, `run`, `bench` and `cli` may import it.
 """

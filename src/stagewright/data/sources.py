@@ -198,7 +198,7 @@ class ImageSource:
                 return self.labels.read(record, *pixels.shape[:2]), pixels, tuple(bad)
             except BadRecordError as error:
                 bad.append(BadRecord(candidate, str(error)))
-        raise DataError(f"none of the {len(self.records)} records can be used; the first: {bad[0].reason}")
+        raise DataError(f"all {len(self.records)} records are bad; the first: {bad[0].reason}")
 
     def require_view(self, name: str, height: int, width: int) -> None:
         """Raise if an image is so narrow that the evaluation, which resizes all of it, would fill the memory."""

@@ -204,7 +204,7 @@ def _entropy(logits: Tensor, target: Tensor, options: LossOptions, weights: Tens
     if target.is_floating_point():
         raise LossError("the target is a floating-point number; use --loss mse, l1, binary or soft")
     if target.dtype is torch.bool:
-        raise LossError("the target is true or false; use --loss binary, or store class numbers as integers")
+        raise LossError("the target is boolean; use --loss binary, or store class numbers as integers")
     if options.ignore_index is None and weights is None and target.dim() == 1:
         return functional.cross_entropy(logits, target, label_smoothing=options.label_smoothing)
     return _counted(logits, target, options, weights)

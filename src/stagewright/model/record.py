@@ -9,8 +9,8 @@ the number of samples, so the graph holds for any.
 What a first forward prepares for later ones, as transformers installs hooks and notes that in a new attribute, is no
 change: the forward is recorded once it is prepared.
 
-A comparison that every draw decides alike, such as `torch.rand([]) < 0`, by which layers are left out at random where
-the rate is 0, is known: code may branch on it.
+A comparison with the same result for every draw, such as `torch.rand([]) < 0` where layers are left out at random at
+rate 0, counts as a constant: code may branch on it.
 """
 
 from __future__ import annotations

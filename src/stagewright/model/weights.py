@@ -321,7 +321,7 @@ def freeze(model: nn.Module, text: str) -> None:
             raise UserError(f"--freeze {pattern} names no parameter of the model; {near}")
     frozen = {id(parameter) for name, parameter in named if _is_frozen(name, patterns)}
     if not frozen:
-        raise UserError(f"--freeze {text} freezes nothing: every parameter is named behind a '!'; leave it out")
+        raise UserError(f"--freeze {text} freezes nothing: every parameter is excluded by a '!'; leave it out")
     trained = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in frozen]
     if not trained:
         raise UserError(

@@ -71,7 +71,7 @@ def _read_choices(text: str, where: str) -> dict[str, Any]:
 def _read_ties(content: object, where: str) -> list[TiedParameter]:
     """The tied parameters of a plan file, which has none where no stage shares a parameter with another."""
     if not isinstance(content, list):
-        raise UserError(f"plan {where}: ties are no list; write one with stagewright plan MODEL -o FILE")
+        raise UserError(f"plan {where}: 'ties' is not a list; write a plan with stagewright plan MODEL -o FILE")
     try:
         found = [build(Tie, entry) for entry in content]
     except DecodeError as error:

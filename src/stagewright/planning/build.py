@@ -126,8 +126,8 @@ def _read_file(options: PlanConfig, cluster: Cluster, chain: Chain | None) -> Pl
     bounds = [0, *map(chain.units.index, cuts)]
     if len(bounds) != len(plan.stages) or bounds != sorted(set(bounds)):
         raise UserError(
-            f"plan {file} has {len(plan.stages)} stages, which its cuts ({', '.join(plan.cuts) or 'none'}) do not make "
-            "of this model; make a plan of it again: stagewright plan MODEL -o FILE"
+            f"plan {file} has {len(plan.stages)} stages, but its cuts ({', '.join(plan.cuts) or 'none'}) divide this "
+            "model otherwise; make a plan for it again: stagewright plan MODEL -o FILE"
         )
     tied = [TiedParameter(*tied) for tied in chain.tied(cuts)]
     return with_ties(replace(plan, cuts=cuts), tied, are_given=True)

@@ -51,7 +51,7 @@ class Comparison:
         return not self.rivals
 
     def advice(self, choice: Choice, model: str) -> tuple[str, ...]:
-        """Where there is no winner: that there is none, and what to measure."""
+        """If no plan clearly wins: that none does, and what to measure."""
         if self.has_winner:
             return ()
         names = ", ".join(f"{rival.plan.mode} {rival.plan.shape}" for rival in self.rivals[:3])

@@ -512,13 +512,13 @@ class _Pool:
         staged = [p for p in kept.values() if p.plan.mode is not Mode.DP][:_MOST_SHOWN]
         shown = sorted([*staged, *fewer, *filter(None, [whole])], key=lambda found: found.steady.batch_seconds)
         few = 3 if self._effort.stages == _MOST_STAGES else 1
-        done = [self._settled(p) if index < few else p for index, p in enumerate(shown)]
+        done = [self._with_least_lag(p) if index < few else p for index, p in enumerate(shown)]
         distinct = {
             (p.plan.mode, p.plan.placement, p.plan.cuts, tuple(s.versions for s in p.plan.stages)): p for p in done
         }
         return list(distinct.values())
 
-    def _settled(self, prediction: Prediction) -> Prediction:
+    def _with_least_lag(self, prediction: Prediction) -> Prediction:
         """The prediction with the least lag, at its best depth, that is within two points of the fullest lag's."""
         plan = prediction.plan
         if len(plan.stages) == 1 or plan.mode is Mode.PIPEDREAM:

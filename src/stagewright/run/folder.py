@@ -174,7 +174,7 @@ def _exists(text: str) -> bool:
 
 
 def find_in_run(text: str, runs: Path = Path(RUNS)) -> Path:
-    """The run that a word means, or by RUN/... what is in it: RUN/best, RUN/checkpoints/00000120."""
+    """The run that a word means, or by RUN/... what is in it: RUN/best, RUN/checkpoints/120."""
     first, slash, rest = text.partition("/")
     if not slash or not first or first in (".", "..") or _exists(first):
         return find_run(text, runs)

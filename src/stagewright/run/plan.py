@@ -3,7 +3,7 @@
 The options are those of `stagewright plan`, `value` and `simulate`, as their commands and `stagewright.plan` and
 `simulate` have them. `form` is what a model takes, where that is neither the zoo's input nor an image.
 
-Further down: `find_layout`, what `--placement auto` comes to for `train`, `run`, `stagewright.train` and `Engine`.
+Further down: `find_plan`, what `--placement auto` comes to for `train`, `run`, `stagewright.train` and `Engine`.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Searched:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class AutoPlan:
     """A plan that was chosen for this machine, how many threads its ranks have, and why it was chosen."""
 
     plan: Plan
@@ -252,13 +252,13 @@ class Layout:
         return self.searched.comparison.intervals[candidates.index(self.searched.choice.best)]
 
 
-def find_layout(
+def find_plan(
     config: Config, form: Form, units: Collection[str], steps: int | None, announce: Progress, *, always: bool = False
-) -> Layout:
+) -> AutoPlan:
     """The fastest plan for this machine, of a configuration whose device, precision and batch are resolved.
 
-    `units`: of the model as it will be cut; a plan with other cuts is none. `steps`: batches to train, if known: a run
-    of seconds on a CPU is not worth a profile, unless `always`. Where no profile can be made: data parallel on all
+    `units`: of the model as it will be cut; plans with other cuts are discarded. `steps`: batches to train, if known: a
+    run of seconds on a CPU is not worth a profile, unless `always`. Where no profile can be made: data parallel on all
     GPUs, or one process on a CPU.
     """
     run = config.run
@@ -272,7 +272,8 @@ def find_layout(
     try:
         seconds = _guessed_seconds(config, form, steps)
         if run.device == "cpu" and not always and seconds is not None and seconds < _WORTH_PROFILING:
-            why = f"about {max(1, round(seconds))} s of work is not worth a profile (--explain makes one)"
+            about = f"about {max(1, round(seconds))} s of training"
+            why = f"{about} is too short to profile first (--explain profiles anyway)"
             return _unmeasured(config, 1, run.threads or 1, why)
         return _searched(config, form, units, announce)
     except UserError as error:
@@ -284,8 +285,8 @@ def find_layout(
         return _unmeasured(config, 1, run.threads or num_cores(), why)
 
 
-def one_device(config: Config, why: str) -> Layout:
-    """The layout of a model that can't be trained by more than one rank."""
+def one_device(config: Config, why: str) -> AutoPlan:
+    """The plan of a model that can't be trained by more than one rank."""
     return _unmeasured(config, 1, config.run.threads or num_cores(), why)
 
 
@@ -304,17 +305,17 @@ def _guessed_seconds(config: Config, form: Form, steps: int | None) -> float | N
     return operations / CORE_RATE
 
 
-def _unmeasured(config: Config, ranks: int, threads: int, why: str) -> Layout:
+def _unmeasured(config: Config, ranks: int, threads: int, why: str) -> AutoPlan:
     """Data parallel on the first ranks."""
     devices = tuple(Device(0, index) for index in range(ranks))
     batch = config.plan.batch
     assert batch is not None
     plan = make_plan((devices,), batch=batch, microbatches=config.plan.microbatches, mode=Mode.DP)
     threads = threads if config.run.device == "cpu" else 1
-    return Layout(plan, config.run.device, config.run.precision, threads, why)
+    return AutoPlan(plan, config.run.device, config.run.precision, threads, why)
 
 
-def _searched(config: Config, form: Form, units: Collection[str], announce: Progress) -> Layout:
+def _searched(config: Config, form: Form, units: Collection[str], announce: Progress) -> AutoPlan:
     """The best plan by a search in a short profile of this machine."""
     options = _search_options(config)
     known = None if form == form_of(config.model.name, config.data.image) else form
@@ -334,7 +335,7 @@ def _searched(config: Config, form: Form, units: Collection[str], announce: Prog
             lagging = found
     searched = Searched(options, asked, choice, comparison, lagging)
     best = choice.best
-    return Layout(best.plan, asked.device, options.precision, threads[id(best)], _reason(searched), searched)
+    return AutoPlan(best.plan, asked.device, options.precision, threads[id(best)], _reason(searched), searched)
 
 
 def _search_options(config: Config) -> SimpleNamespace:
@@ -421,22 +422,22 @@ def _plan_words(plan: Plan, device: str) -> str:
     return f"{plan.mode}{'' if len(plan.stages) == 1 else f' {plan.shape}'} on {plan.world} {kind}"
 
 
-def layout_lines(layout: Layout) -> tuple[str, ...]:
+def auto_plan_lines(auto: AutoPlan) -> tuple[str, ...]:
     """What was chosen, why, and the options that ask for the same, a line each."""
-    plan, device = layout.plan, layout.device
+    plan, device = auto.plan, auto.device
     what = _plan_words(plan, device)
-    if device == "cpu" and layout.threads > 1:
-        what += f", {counted(layout.threads, 'thread')}{' each' if plan.world > 1 else ''}"
+    if device == "cpu" and auto.threads > 1:
+        what += f", {counted(auto.threads, 'thread')}{' each' if plan.world > 1 else ''}"
     cuts = f", cut before {', '.join(plan.cuts)}" if plan.cuts else ""
-    keep = f"  to keep it: {shlex.join(layout_words(plan, device, layout.precision, layout.threads))}"
-    if layout.searched is None or layout.interval is None or layout.prediction is None:
-        return f"placement auto: {what}; {layout.why}", keep
-    evidence, unit = layout.searched.comparison.evidence, rate_of(layout.searched.options.model)
-    rate = f"{format_rate(layout.prediction.images_per_second)} {unit} predicted ({layout.interval}, {evidence})"
-    return f"placement auto: {what}{cuts}: {rate}", f"  instead: {layout.why}", keep
+    keep = f"  to keep it: {shlex.join(plan_options(plan, device, auto.precision, auto.threads))}"
+    if auto.searched is None or auto.interval is None or auto.prediction is None:
+        return f"placement auto: {what}; {auto.why}", keep
+    evidence, unit = auto.searched.comparison.evidence, rate_of(auto.searched.options.model)
+    rate = f"{format_rate(auto.prediction.images_per_second)} {unit} predicted ({auto.interval}, {evidence})"
+    return f"placement auto: {what}{cuts}: {rate}", f"  instead: {auto.why}", keep
 
 
-def layout_words(plan: Plan, device: str, precision: str, threads: int = 1) -> list[str]:
+def plan_options(plan: Plan, device: str, precision: str, threads: int = 1) -> list[str]:
     """The options of `train` that ask for a plan on this device."""
     words = ["--device", device, "--precision", precision, "--mode", str(plan.mode)]
     words += ["--placement", format_placement(plan.placement), "--batch", str(plan.batch)]

@@ -1,6 +1,6 @@
 """Prepare a run: from a configuration to the `Job` that ranks execute.
 
-`prepare` resolves the defaults, opens the data and the model, finds a layout where the placement is auto, builds the
+`prepare` resolves the defaults, opens the data and the model, chooses a plan where the placement is auto, builds the
 plan, checks its schedule, probes the cuts and makes the run folder. Whatever is wrong with the options is an error
 here, before a folder exists or a rank starts.
 Further down: whether this machine has the devices and the memory that the options ask for.
@@ -47,7 +47,7 @@ from stagewright.run.dry_run import Task, build_as_authored, dry_run, memory_opt
 from stagewright.run.export import rehearse
 from stagewright.run.folder import WEIGHTS_FILE, new_folder
 from stagewright.run.groups import resolve_groups
-from stagewright.run.plan import Layout, find_layout, layout_lines, one_device
+from stagewright.run.plan import AutoPlan, auto_plan_lines, find_plan, one_device
 from stagewright.run.resume import (
     Resume,
     find_checkpoint,
@@ -128,17 +128,17 @@ def prepare(
             require_model(resume, chain.model, training.reached)
         return _Planned(chain, resolved, plan, proof, batches, start, pauses, exports, training, evaluation)
 
-    layout = _layout(opened, world, note) if is_open(config) else None
-    made, layout = _attempted(attempt, config, layout, warn)
-    if layout is not None:
-        _tell(note, layout)
+    auto = _auto_plan(opened, world, note) if is_open(config) else None
+    made, auto = _attempted(attempt, config, auto, warn)
+    if auto is not None:
+        _tell(note, auto)
     config, plan, chain = made.config, made.plan, made.chain
     _tell_workers(note, config, plan)
     unit, per_sample = task.source.unit
-    if layout is None or layout.prediction is None:
+    if auto is None or auto.prediction is None:
         prediction, interval = predict_job(config, plan), None  # reports an unsuitable profile before a folder is made
     else:
-        prediction, interval = layout.prediction, layout.interval
+        prediction, interval = auto.prediction, auto.interval
     folder = _run_folder(config, plan, resume if is_host else None)
     job = Job(
         config,
@@ -237,7 +237,7 @@ def _assumptions(assumed: Sequence[str]) -> list[str]:
     return lines
 
 
-def _layout(opened: _Opened, world: int | None, note: Note, *, always: bool = False) -> Layout:
+def _auto_plan(opened: _Opened, world: int | None, note: Note, *, always: bool = False) -> AutoPlan:
     """What auto comes to on this machine."""
     _require_one_machine(opened.config, world)
     _require_unstaged(opened.config.plan)
@@ -245,30 +245,30 @@ def _layout(opened: _Opened, world: int | None, note: Note, *, always: bool = Fa
         return one_device(opened.config, "one process was started")
     chain = opened.chain
     units = [] if chain.way is Way.WHOLE else [name for name in chain.units if name not in chain.impossible]
-    return find_layout(opened.config, chain.example.form, units, opened.steps, note, always=always)
+    return find_plan(opened.config, chain.example.form, units, opened.steps, note, always=always)
 
 
 def _attempted(
-    attempt: Callable[[Config, Warn], _Planned], config: Config, layout: Layout | None, warn: Warn
-) -> tuple[_Planned, Layout | None]:
-    """What follows from the layout; where its plan can't be trained, from that of one device."""
-    if layout is None:
+    attempt: Callable[[Config, Warn], _Planned], config: Config, auto: AutoPlan | None, warn: Warn
+) -> tuple[_Planned, AutoPlan | None]:
+    """What follows from the chosen plan; where it can't be trained, from that of one device."""
+    if auto is None:
         return attempt(config, warn), None
     warnings: list[str] = []
     try:
-        made = attempt(with_layout(config, layout), warnings.append)
+        made = attempt(with_auto_plan(config, auto), warnings.append)
     except UserError as error:
-        if layout.plan.world == 1:
+        if auto.plan.world == 1:
             raise
-        layout, warnings = one_device(config, f"more can't train it: {first_line(error, 200)}"), []
-        made = attempt(with_layout(config, layout), warnings.append)
+        auto, warnings = one_device(config, f"several ranks can't train it: {first_line(error, 200)}"), []
+        made = attempt(with_auto_plan(config, auto), warnings.append)
     for warning in warnings:
         warn(warning)
-    return made, layout
+    return made, auto
 
 
-def _tell(note: Note, layout: Layout) -> None:
-    for line in layout_lines(layout):
+def _tell(note: Note, auto: AutoPlan) -> None:
+    for line in auto_plan_lines(auto):
         note(line)
 
 
@@ -276,37 +276,37 @@ def _tell_workers(note: Note, config: Config, plan: Plan) -> None:
     """Say in how many processes images are decoded, where that was left open."""
     is_asked = config.data.workers is not None or not names_images(config.data.source)
     if not is_asked and (count := image_workers(config, plan, plan.devices[plan.stages[0].ranks[0]].machine)):
-        note(f"images are decoded by {count} processes of each rank that loads them; --workers 0: by threads")
+        note(f"each rank that loads images decodes them in {count} processes (--workers 0: in threads)")
 
 
-def with_layout(config: Config, layout: Layout) -> Config:
-    """The configuration with the options that stand for a layout, as its run and a resumed one have them."""
-    plan = resolved_options(config.plan, layout.plan)
-    return replace(config, plan=plan, run=replace(config.run, threads=layout.threads))
+def with_auto_plan(config: Config, auto: AutoPlan) -> Config:
+    """The configuration with the options that stand for a chosen plan, as its run and a resumed one have them."""
+    plan = resolved_options(config.plan, auto.plan)
+    return replace(config, plan=plan, run=replace(config.run, threads=auto.threads))
 
 
-def explained(config: Config, warn: Warn, note: Note) -> Layout:
-    """The layout that a run would have, with every candidate; nothing is trained."""
+def explained(config: Config, warn: Warn, note: Note) -> AutoPlan:
+    """The plan that a run would have, with every candidate; nothing is trained."""
     if not is_open(config):
         raise UserError(
             f"--explain shows what --placement auto chooses from, but the placement is "
             f"{config.plan.file or config.plan.placement}; leave it out"
         )
     opened = _open(config, warn, note, is_scripted=False)
-    layout = _layout(opened, None, note, always=True)
-    _tell_workers(note, opened.config, layout.plan)
-    return layout
+    auto = _auto_plan(opened, None, note, always=True)
+    _tell_workers(note, opened.config, auto.plan)
+    return auto
 
 
 def planned(config: Config, warn: Warn, note: Note) -> Config:
-    """The configuration of a script with the layout that auto comes to; the script's own loop trains it."""
+    """The configuration of a script with the plan that --placement auto comes to; the script's own loop trains it."""
     if not is_open(config):
         return config
     opened = _open(config, warn, note, is_scripted=True)
-    layout = _layout(opened, None, note)
-    _tell(note, layout)
+    auto = _auto_plan(opened, None, note)
+    _tell(note, auto)
     resume = config.run.resume  # which opening has taken out
-    found = with_layout(opened.config, layout)
+    found = with_auto_plan(opened.config, auto)
     return replace(found, run=replace(found.run, resume=resume))
 
 
@@ -317,8 +317,8 @@ def _require_unstaged(plan: PlanConfig) -> None:
     for name, value in asked.items():
         if value is not None:
             raise UserError(
-                f"--{name} {value} is of the stages of a placement, and --placement is auto; give the devices of each "
-                "stage as well, such as --placement 0:0.0:1"
+                f"--{name} {value} needs a placement, and --placement is auto; give the devices of each stage as "
+                "well, such as --placement 0:0.0:1"
             )
 
 

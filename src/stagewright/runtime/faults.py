@@ -174,7 +174,7 @@ def failure_of(
     if isinstance(error, torch.OutOfMemoryError):
         cause = describe_shortage(error, samples)
     elif is_full:
-        cause = f"the GPU of rank {rank} has no memory left to begin with ({_FULL}); nvidia-smi shows what holds it"
+        cause = f"the GPU of rank {rank} is already full ({_FULL}); nvidia-smi shows what holds it"
     else:
         cause = f"{name}: {first_line(error)}"
     return Failure(

@@ -61,7 +61,7 @@ def parse_action(text: str, rank: int) -> Action:
     """Read the text of one action of a rank."""
     match = _ACTION.fullmatch(text)
     if match is None:
-        raise ValueError(f"'{text[:40]}' is no action; an action looks like 0F3@2 or 0SA3>7")
+        raise ValueError(f"'{text[:40]}' is not an action; an action looks like 0F3@2 or 0SA3>7")
     op = Op(match[2])
     expected = (
         op in PASSES + TRANSFERS,

@@ -118,7 +118,7 @@ def test_a_word_means_a_run(runs: Path, tmp_path: Path, capsys: pytest.CaptureFi
 def test_delete_asks_and_refuses_a_run_in_training(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "give --yes" in fails(capsys, "runs", "delete", "last")
+    assert "use --yes" in fails(capsys, "runs", "delete", "last")
     with run_lock(runs / "20260202-b"):
         assert "is being trained, so nothing is deleted" in fails(
             capsys, "runs", "delete", "20260101-a", "20260202-b", "--yes"

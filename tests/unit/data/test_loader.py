@@ -210,7 +210,7 @@ def test_raises_after_max_bad_records() -> None:
 
 def test_a_data_set_without_good_records_is_an_error() -> None:
     loader = plain(Faulty(5, bad=range(5)), Order(5, 5), LoaderOptions(threads=2, max_bad=100))
-    with pytest.raises(DataError, match="none of the 5 records can be used; the first: record"):
+    with pytest.raises(DataError, match="all 5 records are bad; the first: record"):
         loader.microbatch(0)
     loader.close()
 

@@ -178,7 +178,7 @@ def test_bad_records_are_counted_once_in_the_order_of_rows_and_errors_are_told()
     assert loader.microbatch(0)["label"].tolist() == labels[0]  # buffers are free again
     loader.close()
     nothing = loader_of(Faulty(5, bad=range(5)), 5, LoaderOptions(image_workers=1, max_bad=9))
-    with pytest.raises(DataError, match="none of the 5 records can be used; the first: record"):
+    with pytest.raises(DataError, match="all 5 records are bad; the first: record"):
         nothing.microbatch(0)
     nothing.close()
 

@@ -312,7 +312,7 @@ def test_the_cuts_of_a_plan_file_are_units_of_the_model(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert build_plan(plan_file(path, cuts=["layer3"]), setting.cluster, chain).cuts == chain.by_names(["layer3"])
     for cuts in ([], ["layer2", "layer3"], [chain.units[0]]):
-        with pytest.raises(UserError, match=r"plan\.json has 2 stages, which its cuts"):
+        with pytest.raises(UserError, match=r"plan\.json has 2 stages, but its cuts"):
             build_plan(plan_file(path, cuts=cuts), setting.cluster, chain)
     with pytest.raises(UserError, match=r"plan\.json is of another model: .*'features'"):
         build_plan(plan_file(path, cuts=["features"]), setting.cluster, chain)

@@ -21,10 +21,10 @@ from stagewright.errors import UserError
 from stagewright.hardware.devices import default_precision, with_devices
 from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
-from stagewright.run import plan as layouts
+from stagewright.run import plan as planning
 from stagewright.run import prepare as preparing
 from stagewright.run import profile as profiles
-from stagewright.run.plan import ask, find_layout, layout_lines
+from stagewright.run.plan import ask, auto_plan_lines, find_plan
 from stagewright.run.prepare import prepare
 from stagewright.run.train import run
 from tests.commands import prints
@@ -45,7 +45,7 @@ def fake_four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "import_this_machine", lambda options: None)
     monkeypatch.setattr(profiles, "checked_toml", lambda machine: "")
     monkeypatch.setattr(profiles, "open_cluster", lambda path: open_cluster("rtx-2080ti-4"))
-    monkeypatch.setattr(layouts, "num_devices", lambda device: 4)
+    monkeypatch.setattr(planning, "num_devices", lambda device: 4)
 
 
 @pytest.fixture
@@ -73,9 +73,9 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Made:
 
     fake_gpus(monkeypatch)
     monkeypatch.setattr(profiles, "measure_profile", measured)
-    for module in (profiles, layouts, preparing):
+    for module in (profiles, planning, preparing):
         monkeypatch.setattr(module, "num_cores", lambda: 2)
-    monkeypatch.setattr(layouts, "num_devices", lambda device: 2)
+    monkeypatch.setattr(planning, "num_devices", lambda device: 2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(profiles, "busy_seconds", lambda **_: 0.0)  # other tests run meanwhile
     return found
@@ -87,9 +87,9 @@ def resolved(**plan: Any) -> Config:
     return with_devices(make_config({"model": model, "data": {"image": 32}, "plan": plan}))
 
 
-def layout_of(config: Config, announce: Callable[[str], None] = lambda line: None, **more: Any) -> layouts.Layout:
+def auto_plan_of(config: Config, announce: Callable[[str], None] = lambda line: None, **more: Any) -> planning.AutoPlan:
     traced = trace_model(MODEL)
-    return find_layout(config, traced.chain.example.form, traced.chain.units, None, announce, **more)
+    return find_plan(config, traced.chain.example.form, traced.chain.units, None, announce, **more)
 
 
 def test_auto_is_the_gpus_in_bf16_where_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,33 +110,33 @@ def test_auto_is_the_gpus_in_bf16_where_all_have_it(monkeypatch: pytest.MonkeyPa
 
 def test_profiles_once_and_says_what_was_chosen_why_and_how_to_keep_it(made: Made) -> None:
     said: list[str] = []
-    layout = layout_of(resolved(), said.append)
+    auto = auto_plan_of(resolved(), said.append)
     assert sorted(made) == [(1, 2), (2, 1)], "two ranks of a thread, and one process with two"
     assert len(said) == 1 and "profiling" in said[0]
-    lines = layout_lines(layout)
-    assert (str(layout.plan.mode), layout.plan.shape, layout.threads) == ("dp", "2", 1)
+    lines = auto_plan_lines(auto)
+    assert (str(auto.plan.mode), auto.plan.shape, auto.threads) == ("dp", "2", 1)
     assert "dp on 2 CPU ranks" in lines[0] and "measured here" in lines[0] and "one process would reach" in lines[1]
     assert lines[2].endswith(" --device cpu --precision fp32 --mode dp --placement 0:0-1 --batch 32 --microbatches 2")
-    assert layout.interval is not None and layout.prediction is not None
-    assert layout.interval.low < layout.prediction.images_per_second < layout.interval.high
-    assert layout_lines(layout_of(resolved(), said.append)) == lines
+    assert auto.interval is not None and auto.prediction is not None
+    assert auto.interval.low < auto.prediction.images_per_second < auto.interval.high
+    assert auto_plan_lines(auto_plan_of(resolved(), said.append)) == lines
     assert len(made) == 2 and len(said) == 1, "the second time both are in the cache"
 
 
 def test_a_small_batch_gets_a_profile_of_small_microbatches(made: Made) -> None:
-    assert layout_of(resolved(batch=8), always=True).searched is not None
-    assert layout_of(resolved(), always=True).searched is not None
+    assert auto_plan_of(resolved(batch=8), always=True).searched is not None
+    assert auto_plan_of(resolved(), always=True).searched is not None
     assert len(made) == 4, "which a usual batch does not take"
-    assert layout_of(resolved(batch=2), always=True).searched is not None
+    assert auto_plan_of(resolved(batch=2), always=True).searched is not None
 
 
 def test_a_profile_of_a_busy_machine_is_not_kept(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     busy, said = count(step=1000.0), list[str]()
     monkeypatch.setattr(profiles, "busy_seconds", lambda **_: next(busy))
     monkeypatch.setattr(profiles, "LEAST_SECONDS", 0.0)
-    layout_of(resolved(), said.append)
+    auto_plan_of(resolved(), said.append)
     assert "of 2 cores busy during the profile" in said[-1]
-    layout_of(resolved(), said.append)
+    auto_plan_of(resolved(), said.append)
     assert len(made) == 4, "both are made anew"
 
 
@@ -145,10 +145,10 @@ def test_gpus_that_sum_gradients_through_the_host_get_the_plan_that_is_fastest_t
 ) -> None:
     fake_four_gpus(monkeypatch)
     config = resolved(batch=128)
-    layout = layout_of(config)
+    auto = auto_plan_of(config)
     assert (config.run.device, config.run.precision, made) == ("cuda", "bf16", [(1, 1)])
-    assert layout.searched is not None and len(layout.searched.asked.setting.cluster.devices) == 4
-    assert layout.plan.is_synchronous and "--device cuda --precision bf16" in "".join(layout_lines(layout))
+    assert auto.searched is not None and len(auto.searched.asked.setting.cluster.devices) == 4
+    assert auto.plan.is_synchronous and "--device cuda --precision bf16" in "".join(auto_plan_lines(auto))
 
 
 def test_plan_takes_the_precision_that_train_would_or_that_of_the_profile(
@@ -169,7 +169,7 @@ def test_plan_takes_the_precision_that_train_would_or_that_of_the_profile(
 
 
 def test_weights_lag_only_where_that_was_asked_for(made: Made) -> None:
-    assert layout_of(resolved()).plan.is_synchronous
+    assert auto_plan_of(resolved()).plan.is_synchronous
     assert {str(c.plan.mode) for c in candidates(resolved())} == {"dp", "sync"}
     assert "stale" in {str(c.plan.mode) for c in candidates(resolved(mode="stale"))}
     assert "stale" in {str(c.plan.mode) for c in candidates(resolved(staleness=1))}
@@ -177,20 +177,20 @@ def test_weights_lag_only_where_that_was_asked_for(made: Made) -> None:
 
 
 def candidates(config: Config) -> tuple[Any, ...]:
-    searched = layout_of(config).searched
+    searched = auto_plan_of(config).searched
     assert searched is not None
     return searched.choice.candidates
 
 
 def test_what_needs_no_search_has_none(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     traced = trace_model(MODEL)
-    short = find_layout(resolved(), traced.chain.example.form, traced.chain.units, 2, lambda line: None)
+    short = find_plan(resolved(), traced.chain.example.form, traced.chain.units, 2, lambda line: None)
     emulated = make_config({"model": {"name": MODEL}, "plan": {"batch": 32}, "run": {"emulate": True}})
-    alone = layout_of(with_devices(emulated))
-    monkeypatch.setattr(layouts, "num_devices", lambda device: 1)
-    single = layout_of(resolved(), always=True)
-    assert {layout.plan.world for layout in (short, alone, single)} == {1} and not made
-    assert "not worth a profile" in layout_lines(short)[0] and "one core" in layout_lines(single)[0]
+    alone = auto_plan_of(with_devices(emulated))
+    monkeypatch.setattr(planning, "num_devices", lambda device: 1)
+    single = auto_plan_of(resolved(), always=True)
+    assert {auto.plan.world for auto in (short, alone, single)} == {1} and not made
+    assert "too short to profile" in auto_plan_lines(short)[0] and "one core" in auto_plan_lines(single)[0]
 
 
 def test_a_model_that_no_profile_can_call_is_trained_by_one_process(
@@ -200,8 +200,8 @@ def test_a_model_that_no_profile_can_call_is_trained_by_one_process(
         raise UserError("a profile is of a model with one input")
 
     monkeypatch.setattr(profiles, "measure_profile", refused)
-    layout = layout_of(resolved())
-    assert (layout.plan.world, layout.threads) == (1, 2) and "one input" in "".join(layout_lines(layout))
+    auto = auto_plan_of(resolved())
+    assert (auto.plan.world, auto.threads) == (1, 2) and "one input" in "".join(auto_plan_lines(auto))
 
 
 def test_explain_prints_the_candidates_and_trains_nothing(
@@ -223,9 +223,9 @@ def test_a_resumed_run_has_the_layout_that_was_chosen_and_searches_nothing(
     assert folder.name.endswith("-dp-1"), "one stage is never stale"
 
     def searched(*given: Any, **more: Any) -> None:
-        raise AssertionError("a resumed run has a layout")
+        raise AssertionError("a resumed run searches a plan")
 
-    monkeypatch.setattr(preparing, "find_layout", searched)
+    monkeypatch.setattr(preparing, "find_plan", searched)
     from_there = {"plan": kept["plan"], "run": kept["run"] | {"steps": 2, "resume": str(folder)}}
     assert run(make_config(first, from_there, given=())).summary["batches"] == 2
 

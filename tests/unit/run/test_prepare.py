@@ -71,7 +71,7 @@ def test_says_how_many_processes_decode_where_that_was_left_open(
     for given in ({}, {"workers": 1}):
         prepare(make_config({**tables, "data": {**data, **given}}), note=said.append)
     assert [line for line in said if "--workers" in line] == [
-        "images are decoded by 5 processes of each rank that loads them; --workers 0: by threads"
+        "each rank that loads images decodes them in 5 processes (--workers 0: in threads)"
     ]
 
 

@@ -106,7 +106,7 @@ _IDS = torch.randint(5, (_SAMPLES, 2), generator=torch.Generator().manual_seed(2
     [
         ({"label": _LABELS}, "classifier", f"--loss {HERE}:nothing", "NoneType as its count"),
         ({"label": _LABELS}, "classifier", f"--loss {HERE}:imaginary", "complex loss"),
-        ({"label": _LABELS > 0}, "classifier", "", "true or false; use --loss binary"),
+        ({"label": _LABELS > 0}, "classifier", "", "boolean; use --loss binary"),
         ({"label": torch.full_like(_LABELS, -100)}, "classifier", "", "no label that counts"),
         (
             {"label": _LABELS[:, None].repeat(1, 3)},

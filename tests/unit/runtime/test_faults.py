@@ -94,7 +94,7 @@ def test_a_users_error_is_final(error: UserError) -> None:
 def test_a_gpu_that_others_have_filled_is_said_so() -> None:
     fault = describe_fault(PLAN, [raised(RuntimeError("CUDA error: out of memory\nSearch for `cudaError'"))], [])
     assert fault.is_final and "\n" not in fault.text
-    assert "the GPU of rank 2 has no memory left to begin with" in fault.text and "nvidia-smi" in fault.text
+    assert "the GPU of rank 2 is already full" in fault.text and "nvidia-smi" in fault.text
 
 
 @pytest.mark.parametrize(

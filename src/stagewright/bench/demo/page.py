@@ -61,8 +61,8 @@ def _speed(demo: Demo) -> str:
     turns = f"interval {_range(ratio, 2)} over {demo.length.turns} turns of each, predicted {demo.predicted_ratio:.2f}"
     if demo.wins:
         return f"Two stages train {ratio.value:.2f} times as fast as stock DDP: {figures} ({turns})."
-    missed = " that can be told from chance" if ratio.value > 1 else ""
-    return f"No win{missed} here: two stages have {ratio.value:.2f} times the speed of stock DDP, {figures} ({turns})."
+    kind = "significant speedup" if ratio.value > 1 else "speedup"
+    return f"No {kind} here: two stages have {ratio.value:.2f} times the speed of stock DDP, {figures} ({turns})."
 
 
 def _reason(demo: Demo) -> str:

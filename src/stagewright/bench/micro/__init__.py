@@ -1,4 +1,5 @@
-"""Benchmarks of single parts: data loading, checkpoints, the monitor, the planner, and how accurate predictions are.
+"""Benchmarks of single parts: data loading, checkpoints, the monitor, the planner, a script's loop, growth, start-up,
+and how accurate predictions are.
 
 Each module's `measure` returns an `Outcome`; `selftest` checks a machine instead. Only `cli` imports this folder.
 """

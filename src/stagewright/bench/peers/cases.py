@@ -1,6 +1,6 @@
 """What is compared with stock PyTorch: cases of one workload and several sides, and the goal for each pair of sides.
 
-`SUITES` holds the cases of `bench overhead`, `bench peers` and `bench gpu`; nothing here runs anything.
+`SUITES` holds the cases of `bench overhead`, `peers`, `gpu` and `transformers`; nothing here runs anything.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ from stagewright.plan.plan import Mode, Plan
 from stagewright.planning.planner import choose
 from stagewright.planning.predict import predict
 from stagewright.planning.setting import make_setting, measured_link
-from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Profile, read_profile
 
 Progress = Callable[[str], None]
@@ -48,7 +47,7 @@ _STEPS, _DDP_STEPS = 30, 6  # batches of a segment: enough that filling the pipe
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
+class ModelPrediction:
     """What is predicted of one model: stock DDP, and the plan that is chosen."""
 
     model: str
@@ -67,13 +66,8 @@ class Foreseen:
         return {"model": self.model, "batch": self.batch, "images_per_second": rates, "plan": self.plan.describe()}
 
 
-def catalog_setting(model: str) -> Setting:
-    """Eight ranks on one GPU by the catalog, for a machine that has none."""
-    return make_setting(trace_model(model).shapes, shipped().cluster(CLUSTER), PRECISION)
-
-
 def profiled_setting(profile: Profile) -> Setting:
-    """The same by a profile of eight processes at once."""
+    """Eight ranks on one GPU, by a profile of eight processes at once."""
     return make_setting(profile, shared_cluster(profile), PRECISION)
 
 
@@ -100,7 +94,7 @@ def take_profile(model: str, path: Path) -> None:
         raise UserError(f"the profile of {model} ended with code {done.returncode}: {said[-1]}")
 
 
-def foresee(model: str, profile: Profile) -> Foreseen:
+def predict_model(model: str, profile: Profile) -> ModelPrediction:
     """Predict stock DDP, and choose a plan on all ranks.
 
     One rank alone with the card would be as fast; the ranks stand for eight cards.
@@ -109,16 +103,16 @@ def foresee(model: str, profile: Profile) -> Foreseen:
     everywhere = make_plan((setting.cluster.devices,), batch=batch, microbatches=RANKS, mode=Mode.DP)
     best = choose(setting, batch, whole=True).fastest
     rate = best.prediction.images_per_second
-    return Foreseen(model, batch, predict(everywhere, stock).images_per_second, best.plan, rate)
+    return ModelPrediction(model, batch, predict(everywhere, stock).images_per_second, best.plan, rate)
 
 
-def make_case(foreseen: Foreseen) -> Case:
+def make_case(predicted: ModelPrediction) -> Case:
     """The comparison that measures a prediction."""
-    plan = foreseen.plan
+    plan = predicted.plan
     workload = Workload(
-        foreseen.model,
+        predicted.model,
         format_placement(plan.placement),
-        foreseen.batch,
+        predicted.batch,
         plan.microbatches,
         (3, 224, 224),
         1000,
@@ -127,9 +121,9 @@ def make_case(foreseen: Foreseen) -> Case:
         versions=",".join(str(stage.versions) for stage in plan.stages) if plan.mode is Mode.STALE else None,
         depths=",".join(str(stage.depth) for stage in plan.stages),
     )
-    ours = Side(f"{plan.mode} {plan.shape}, predicted {foreseen.chosen:,.0f}", Kind.STAGEWRIGHT, str(plan.mode))
+    ours = Side(f"{plan.mode} {plan.shape}, predicted {predicted.chosen:,.0f}", Kind.STAGEWRIGHT, str(plan.mode))
     theirs = Side(
-        f"torch DDP, predicted {foreseen.parallel:,.0f}", Kind.DDP, "dp", microbatches=RANKS, steps=_DDP_STEPS
+        f"torch DDP, predicted {predicted.parallel:,.0f}", Kind.DDP, "dp", microbatches=RANKS, steps=_DDP_STEPS
     )
     return Case(workload, _STEPS, (Pairing(ours, theirs, not_slower()),))
 
@@ -150,20 +144,20 @@ def measure(
     """
     if reuse:
         known = models(only)
-        foreseen = [one for one in read_predictions(Path(reuse[0]) / PREDICTIONS) if one.model in known]
+        predicted = [one for one in read_predictions(Path(reuse[0]) / PREDICTIONS) if one.model in known]
     else:
         with shared_gpu(progress):
             for model in models(only):
                 progress(f"profiling {model}")
                 take_profile(model, folder / f"{model}.json")
-        foreseen = foresee_all(folder, progress, only)
-    write_predictions(foreseen, folder)
+        predicted = predict_models(folder, progress, only)
+    write_predictions(predicted, folder)
     suite = PeerSuite(
-        "shared", "Eight ranks on one GPU, predicted and measured", IMAGES, tuple(map(make_case, foreseen))
+        "shared", "Eight ranks on one GPU, predicted and measured", IMAGES, tuple(map(make_case, predicted))
     )
     if simulate:
-        figures = {f"{one.model}: torch DDP, images/s": one.parallel for one in foreseen}
-        figures |= {f"{one.model}: {one.plan.mode} {one.plan.shape}, images/s": one.chosen for one in foreseen}
+        figures = {f"{one.model}: torch DDP, images/s": one.parallel for one in predicted}
+        figures |= {f"{one.model}: {one.plan.mode} {one.plan.shape}, images/s": one.chosen for one in predicted}
         return new_outcome(suite.name, suite.title, 1, figures=figures)
     return run_cases(suite, repeats, 0, progress, keep)
 
@@ -176,20 +170,20 @@ def models(only: str | None = None) -> list[str]:
     return found
 
 
-def foresee_all(folder: Path, progress: Progress, only: str | None = None) -> list[Foreseen]:
+def predict_models(folder: Path, progress: Progress, only: str | None = None) -> list[ModelPrediction]:
     """The predictions by the profiles in a folder."""
     found = []
     for model in models(only):
-        found.append(foresee(model, read_profile(folder / f"{model}.json")))
+        found.append(predict_model(model, read_profile(folder / f"{model}.json")))
         progress(f"predicted: {found[-1]}")
     return found
 
 
-def write_predictions(foreseen: Sequence[Foreseen], folder: Path) -> None:
-    write_text(folder / PREDICTIONS, json.dumps([one.describe() for one in foreseen], indent=1))
+def write_predictions(predicted: Sequence[ModelPrediction], folder: Path) -> None:
+    write_text(folder / PREDICTIONS, json.dumps([one.describe() for one in predicted], indent=1))
 
 
-def read_predictions(path: Path) -> list[Foreseen]:
+def read_predictions(path: Path) -> list[ModelPrediction]:
     """The predictions that an earlier run wrote."""
     try:
         return [_read_one(entry) for entry in json.loads(read_text(path))]
@@ -199,7 +193,7 @@ def read_predictions(path: Path) -> list[Foreseen]:
         raise UserError(f"--reuse {path.parent}: {path.name} has no predictions of bench shared ({error})") from error
 
 
-def _read_one(entry: Any) -> Foreseen:
+def _read_one(entry: Any) -> ModelPrediction:
     about, rates = entry["plan"], entry["images_per_second"]
     mode = Mode(about["mode"])
     plan = make_plan(
@@ -211,4 +205,4 @@ def _read_one(entry: Any) -> Foreseen:
         depths=about["depths"],
         cuts=about["cuts"],
     )
-    return Foreseen(entry["model"], entry["batch"], rates["ddp"], plan, rates["chosen"])
+    return ModelPrediction(entry["model"], entry["batch"], rates["ddp"], plan, rates["chosen"])

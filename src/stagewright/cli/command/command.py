@@ -1,7 +1,8 @@
 """A command: its options, its arguments and the name of the function that runs it; and the parser of one.
 
 A `Command` names the function that runs it, such as `plan:run`: `cli.main` imports it once the command line is parsed.
-That is the one lazy import of the package: `stagewright --help` starts without torch, numpy, pydantic or rich.
+It is one of two lazy imports of the package, so that `stagewright --help` starts without torch, numpy, pydantic or
+rich.
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ def _open_tunnel_server(site: Site, port: int, lost: float, folder: Path, say: S
     def refused(peer: str) -> None:
         if line := refusals.add(peer):
             append_log(folder, f"{line}\n")
-            say(f"warning: {line}; if it is no machine of this run, keep it away from port {node.port} (a firewall)")
+            advice = f"if that machine is not part of this run, block port {node.port} for it in your firewall"
+            say(f"warning: {line}; {advice}")
 
     try:
         listener = bound_to(site.address, node.port)

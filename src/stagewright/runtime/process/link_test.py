@@ -66,7 +66,9 @@ def measure_links(ranks: int, timeout: float = _TIMEOUT, device: str = "cpu", ba
                         raise UserError(f"a process of the link test over {backend} failed: {why}; try again")
                 if time.monotonic() > limit:
                     advice = "stop other programs that use the cores, and try again"
-                    raise UserError(f"{ranks} processes did not meet over {backend} within {timeout:.0f} s; {advice}")
+                    raise UserError(
+                        f"{ranks} processes could not connect over {backend} within {timeout:.0f} s; {advice}"
+                    )
                 time.sleep(_POLL_SECONDS)
         result: dict[str, Any] = json.loads(PrefixStore(token, store).get(_RESULT))
     return result

@@ -282,7 +282,7 @@ class Collector:
         first, ranks = self._calls.setdefault(call.number, (call, set()))
         if first.what != call.what:
             raise RunFailed(
-                f"the script takes other branches on two ranks: rank {call.rank} calls {call.what} at {call.where}, "
+                f"the script took different branches on two ranks: rank {call.rank} calls {call.what} at {call.where}, "
                 f"rank {first.rank} calls {first.what} at {first.where}; every rank must call the engine alike"
             )
         ranks.add(call.rank)

@@ -32,10 +32,10 @@ def test_three_sentences_say_what_was_measured_in_this_run() -> None:
 
 
 def test_a_demo_that_does_not_win_says_so() -> None:
-    assert sentences(make_demo(160.0, 160.0))[0].startswith("No win here: two stages have 1.00 times")
+    assert sentences(make_demo(160.0, 160.0))[0].startswith("No speedup here: two stages have 1.00 times")
     unsure = make_demo()
     unsure = replace(unsure, ours=replace(unsure.ours, rates=(100.0, 300.0, 400.0)))
-    assert not unsure.wins and sentences(unsure)[0].startswith("No win that can be told from chance here")
+    assert not unsure.wins and sentences(unsure)[0].startswith("No significant speedup here")
     assert "more than chance" in sentences(make_demo(accuracy=0.9))[2]
     demo = make_demo()
     alone = replace(demo, why_local="ip is not installed", ours=replace(demo.ours, others=1.5))

@@ -7,18 +7,20 @@ from pathlib import Path
 import pytest
 
 from stagewright.bench.peers import shared
-from stagewright.bench.peers.shared import CLUSTER, Foreseen, catalog_setting, make_case
+from stagewright.bench.peers.shared import CLUSTER, ModelPrediction, make_case
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import parse_placement
 from stagewright.errors import UserError
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 from stagewright.planning.predict import predict
+from stagewright.planning.setting import make_setting
+from stagewright.planning.traced import trace_model
 
 
 def test_a_case_trains_the_plan_that_was_predicted() -> None:
     plan = make_plan(parse_placement("0:0-6.0:7"), batch=224, microbatches=7, mode=Mode.STALE, cuts=["avgpool"])
-    case = make_case(Foreseen("vgg16", 224, 375.0, plan, 2844.0))
+    case = make_case(ModelPrediction("vgg16", 224, 375.0, plan, 2844.0))
     (pairing,) = case.pairings
     assert case.workload.placement == "0:0-6.0:7" and case.workload.cut == "avgpool"
     assert (pairing.ours.mode, pairing.theirs.microbatches) == ("stale", 8)
@@ -28,7 +30,7 @@ def test_a_case_trains_the_plan_that_was_predicted() -> None:
 
 def test_stock_ddp_on_eight_ranks_is_predicted_as_measured() -> None:
     """369 images/s; the host's budget comes from that run."""
-    setting = catalog_setting("vgg16")
+    setting = make_setting(trace_model("vgg16").shapes, shipped().cluster(CLUSTER), shared.PRECISION)
     devices = shipped().cluster(CLUSTER).devices
     plan = make_plan((devices,), batch=224, microbatches=8, mode=Mode.DP)
     assert abs(predict(plan, setting).images_per_second / 369 - 1) < 0.1
@@ -38,9 +40,9 @@ def test_predictions_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     plan = make_plan(
         parse_placement("0:0-6.0:7"), batch=224, microbatches=7, mode=Mode.STALE, depths=[2, 1], cuts=["avgpool"]
     )
-    foreseen = [Foreseen("vgg16", 224, 375.0, plan, 2844.0)]
-    shared.write_predictions(foreseen, tmp_path)
-    assert shared.read_predictions(tmp_path / shared.PREDICTIONS) == foreseen
+    predicted = [ModelPrediction("vgg16", 224, 375.0, plan, 2844.0)]
+    shared.write_predictions(predicted, tmp_path)
+    assert shared.read_predictions(tmp_path / shared.PREDICTIONS) == predicted
 
 
 def test_a_folder_without_predictions_is_one_line(tmp_path: Path) -> None:
