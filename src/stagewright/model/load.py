@@ -33,6 +33,11 @@ def find_entry(name: str, image: int | None = None) -> Entry | None:
     return ZOO.get(name)
 
 
+def is_ours(name: str) -> bool:
+    """Whether a model is of the zoo: its code does the same for every batch, which other people's may not."""
+    return name in ZOO
+
+
 def build_model(
     name: str,
     seed: int,

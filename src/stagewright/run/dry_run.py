@@ -22,7 +22,7 @@ from stagewright.errors import UserError, did_you_mean, first_line, within_memor
 from stagewright.events import Score
 from stagewright.metrics import Criterion, metric_values
 from stagewright.model.cut import Chain, Piece, tied_parameters
-from stagewright.model.load import find_entry
+from stagewright.model.load import is_ours
 from stagewright.model.loss import IGNORED, Loss, LossOptions, Measured, Watched, logits_of
 from stagewright.model.probe import Given, Measure, Probe, probe
 from stagewright.model.prove import keeps_state
@@ -72,9 +72,9 @@ def dry_run(
     tied = {parameter.names: parameter.homes for tie in plan.ties for parameter in tie.parameters}
     assert tied == {names: homes for names, homes, _ in tied_parameters(chain.model, pieces)}, "the plan has other ties"
     context = task.precision.forward_context
-    is_ours = find_entry(config.model.name) is not None
+    watches = is_ours(config.model.name)
     study = partial(
-        _probe, pieces, chain.is_conditional, context=context, device=config.run.device, watches_inputs=is_ours
+        _probe, pieces, chain.is_conditional, context=context, device=config.run.device, watches_inputs=watches
     )
     logits: list[tuple[int, ...]] = []
     training = study(given, training=True, measure=partial(_measure_logits, loss, logits))

@@ -30,7 +30,7 @@ from stagewright.hardware.devices import with_devices
 from stagewright.hardware.host import num_cores
 from stagewright.model.call import Form, Inputs
 from stagewright.model.cut import Chain, Piece, Way
-from stagewright.model.load import find_entry, start_model
+from stagewright.model.load import is_ours, start_model
 from stagewright.model.probe import Probe
 from stagewright.model.prove import SAMPLES, Proof, first_proven, prove
 from stagewright.model.weights import Start, count_frozen
@@ -365,7 +365,7 @@ def _is_uncut(config: Config) -> bool:
     plan = config.plan
     options = (plan.file, plan.cut, plan.shares, plan.profile, config.run.resume)
     return (
-        find_entry(config.model.name) is not None
+        is_ours(config.model.name)
         and plan.placement != AUTO
         and len(plan.placement.split(".")) == 1
         and all(option is None for option in options)
@@ -432,7 +432,7 @@ def _chain(config: Config, model: nn.Module, example: Inputs, way: Way | None = 
         device=config.run.device,
         way=way,
         build=build,
-        is_plain=find_entry(config.model.name) is not None,
+        is_plain=is_ours(config.model.name),
     )
 
 

@@ -20,7 +20,7 @@ from stagewright.data.sources import ImageOptions, ImageSource, Source, open_sou
 from stagewright.events import Emit, Replaced, Skipped
 from stagewright.model.call import Inputs
 from stagewright.model.cut import Chain, Piece, Way, whole_piece
-from stagewright.model.load import build_model, convert, find_entry, make_deterministic
+from stagewright.model.load import build_model, convert, find_entry, is_ours, make_deterministic
 from stagewright.model.loss import Loss
 from stagewright.model.probe import Value
 from stagewright.model.weights import freeze, load_weights, require_same
@@ -232,9 +232,9 @@ def input_dtype(job: Job) -> torch.dtype:
     precision = make_precision(job.config.run.precision, job.config.run.device)
     evaluation = job.evaluation
     probes = [job.training, *((evaluation.whole, evaluation.short) if evaluation else ())]
-    is_ours = find_entry(job.config.model.name) is not None and not job.is_scripted
+    is_known = is_ours(job.config.model.name) and not job.is_scripted
     are_casts = all(probe.casts_inputs for probe in probes if probe is not None)
-    return precision.autocast if precision.autocast and is_ours and are_casts else precision.weights
+    return precision.autocast if precision.autocast and is_known and are_casts else precision.weights
 
 
 def loader_options(job: Job, rank: int, emit: Emit, device: torch.device) -> LoaderOptions:
@@ -301,7 +301,7 @@ def graph_obstacle(job: Job) -> str | None:
         return "a script may change its model between batches"
     if job.is_conditional or job.draws:
         return "the model's code may do something else for another batch"
-    if find_entry(job.config.model.name) is None:
+    if not is_ours(job.config.model.name):
         return "the model's code is not ours, and may read what no trace shows; if it doesn't, use --cuda-graph on"
     return None
 

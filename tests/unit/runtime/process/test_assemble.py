@@ -39,9 +39,15 @@ def test_only_what_is_known_to_run_alike_for_every_batch_on_one_rank_is_captured
 
 
 def test_one_of_our_own_models_is_captured_unless_a_script_trains_it(tmp_path: Path) -> None:
-    job = make_job(Case("plain", "0:0", mode="dp", steps=1), tmp_path)
-    job = replace(job, config=replace(job.config, model=replace(job.config.model, name="resnet8")))
+    made = make_job(Case("plain", "0:0", mode="dp", steps=1), tmp_path)
+
+    def named(name: str) -> Job:
+        return replace(made, config=replace(made.config, model=replace(made.config.model, name=name)))
+
+    job = named("resnet8")
     assert graph_obstacle(job) is None
+    for name in ("timm:resnet18", "torchvision:resnet18"):
+        assert "use --cuda-graph on" in str(graph_obstacle(named(name))), "a library's model is other people's code"
     assert graph_obstacle(replace(job, is_scripted=True)) == "a script may change its model between batches"
 
 

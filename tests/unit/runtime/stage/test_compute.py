@@ -68,8 +68,8 @@ def test_graphs_are_considered_on_gpus_unless_something_forbids_it(options: dict
 class MadeTrial:
     """Made results and times of three calls without CUDA graphs and one with them."""
 
-    def __init__(self, differs: float, gain: float) -> None:
-        self._results = [torch.ones(4), torch.ones(4), torch.ones(4) + differs]
+    def __init__(self, differs: float, gain: float, noise: float = 0.0) -> None:
+        self._results = [torch.ones(4), torch.ones(4) + noise, torch.ones(4) + differs]
         self._seconds = [gain, 1.0]
 
     def result(self, call: object) -> list[Tensor]:
@@ -172,19 +172,48 @@ def test_a_stage_without_trained_parameters_is_tried_too(caplog: pytest.LogCaptu
     assert "results differ by 0.0e+00" in caplog.text
 
 
+@pytest.mark.parametrize("during", ["trial", "capture"])
 @pytest.mark.parametrize(
     ("error", "words"), [(torch.OutOfMemoryError(), "memory"), (RuntimeError("called a wait\nat x"), "a wait")]
 )
 def test_auto_does_without_graphs_that_can_not_be_captured(
-    error: Exception, words: str, caplog: pytest.LogCaptureFixture
+    error: Exception, words: str, during: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """After a capture that failed for another reason than memory, torch's allocator would keep what is freed."""
     found, forced = computing(graph="auto"), computing(graph="on")
-    with caplog.at_level("INFO"), mock.patch.object(CudaGraphs, "capture", side_effect=error):
-        forwards(found, 5)
-        assert not found.overwrites and len(caplog.messages) == 1 and words in caplog.messages[0]
-        assert "\n" not in caplog.messages[0]
+    place = (compute.Trial, "result") if during == "trial" else (CudaGraphs, "capture")
+    with caplog.at_level("INFO"), mock.patch.object(*place, side_effect=error):
+        if during == "capture" and words == "a wait":
+            with pytest.raises(RuntimeError, match="stage 1 can't be captured .* called a wait; give --cuda-graph off"):
+                forwards(found, 5)
+        else:
+            forwards(found, 5)
+            assert not found.overwrites and len(caplog.messages) == 1 and words in caplog.messages[0]
+            assert "\n" not in caplog.messages[0]
         with pytest.raises(type(error)):
             forwards(forced, 4)
+
+
+@pytest.mark.parametrize(
+    ("differs", "noise", "deterministic", "is_on"),
+    [(0.0, 0.0, True, True), (1e-7, 0.0, True, False), (1e-7, 0.0, False, True), (0.5, 0.5, False, False)],
+)
+def test_a_replay_must_equal_a_forward_that_is_the_same_each_time(
+    differs: float, noise: float, deterministic: bool, is_on: bool
+) -> None:
+    """Two runs of a forward that leaves out layers at random differ by as much as a replay that does not."""
+    found = computing(graph="auto")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with (
+            mock.patch.object(compute, "Trial", lambda *_: MadeTrial(differs, 1.3, noise)),
+            mock.patch.object(found, "capture", lambda _: lambda arguments: torch.ones(4)),
+        ):
+            forwards(found, 4)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert found.overwrites is is_on
 
 
 def test_a_capture_calls_compiled_code_without_compiling_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
