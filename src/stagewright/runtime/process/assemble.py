@@ -12,6 +12,7 @@ from torch import nn
 
 from stagewright.config.sections import Config
 from stagewright.data.datasets import names_images
+from stagewright.data.formats.tensors import is_target
 from stagewright.data.loader import Loader, make_loaders
 from stagewright.data.on_device import require_cacheable, torchcodec_decoder
 from stagewright.data.order import EvaluationSampler, Order, ReplicaSlice, TrainingSampler
@@ -22,7 +23,7 @@ from stagewright.model.call import Inputs
 from stagewright.model.cut import Chain, Piece, Way, whole_piece
 from stagewright.model.load import build_model, convert, find_entry, is_ours, make_deterministic
 from stagewright.model.loss import Loss
-from stagewright.model.probe import Value
+from stagewright.model.probe import Probe, Value
 from stagewright.model.weights import freeze, load_weights, require_same
 from stagewright.objects import is_given, load_callable, load_object
 from stagewright.plan.plan import Plan, Stage
@@ -233,8 +234,14 @@ def input_dtype(job: Job) -> torch.dtype:
     evaluation = job.evaluation
     probes = [job.training, *((evaluation.whole, evaluation.short) if evaluation else ())]
     is_known = is_ours(job.config.model.name) and not job.is_scripted
-    are_casts = all(probe.casts_inputs for probe in probes if probe is not None)
+    are_casts = all(probe.casts_inputs and not _reads_numbers(probe) for probe in probes if probe is not None)
     return precision.autocast if precision.autocast and is_known and are_casts else precision.weights
+
+
+def _reads_numbers(probe: Probe) -> bool:
+    """Whether a loss or metric reads real numbers beside the targets, which would be loaded in that type as well."""
+    numbers = [value for value in probe.fields if value.dtype and getattr(torch, value.dtype).is_floating_point]
+    return any(not is_target(value.name) for value in numbers)
 
 
 def loader_options(job: Job, rank: int, emit: Emit, device: torch.device) -> LoaderOptions:

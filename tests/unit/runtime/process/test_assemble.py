@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
 
 from stagewright.api.training import train
 from stagewright.config.toml import make_config
 from stagewright.run.prepare import prepare
+from stagewright.runtime.job import Job
 from stagewright.runtime.process import assemble
 from stagewright.runtime.process.assemble import graph_obstacle, input_dtype
 from tests.parity import Case, make_job
@@ -70,6 +75,32 @@ def test_images_for_our_own_models_are_loaded_in_autocasts_type(
     used = replace(job.evaluation.whole, casts_inputs=False)
     assert input_dtype(replace(job, evaluation=replace(job.evaluation, whole=used))) is torch.float32
     assert input_dtype(replace(job, is_scripted=True)) is torch.float32
+
+
+_SEEN: list[torch.dtype] = []
+
+
+def weighted(outputs: Tensor, sample: Mapping[str, Tensor]) -> Tensor:
+    """A loss by a weight of each sample."""
+    _SEEN.append(sample["weight"].dtype)
+    return (functional.cross_entropy(outputs, sample["label"], reduction="none") * sample["weight"]).mean()
+
+
+@pytest.mark.parametrize("placement", ["0:0", "0:0.0:1"])
+def test_numbers_that_the_loss_reads_keep_their_type(placement: str, tmp_path: Path) -> None:
+    """365.8788 as bf16 is 366."""
+    _SEEN.clear()
+    generator = torch.Generator().manual_seed(0)
+    fields = {"image": torch.randn(8, 3, 8, 8, generator=generator), "label": torch.arange(8) % 7}
+    save_file({**fields, "weight": torch.linspace(365.8788, 615.0356, 8)}, tmp_path / "data.safetensors")
+    options = {"data": f"tensors:{tmp_path / 'data.safetensors'}", "inputs": "images=image", "placement": placement}
+    loss = f"{__name__}:weighted"
+    mode = "dp" if placement == "0:0" else "sync"
+    made = train(
+        "resnet8", loss=loss, emulate=True, device="cpu", precision="bf16", batch=4, steps=2, mode=mode,
+        runs=str(tmp_path), **options,
+    )  # fmt: skip
+    assert made.steps and set(_SEEN) == {torch.float32}
 
 
 def test_images_in_autocasts_type_train_and_evaluate_to_the_same_bits(
