@@ -176,27 +176,36 @@ def _next_token(options: LossOptions) -> Function:
     """Cross-entropy of each position's next token: `targets` where samples have them, otherwise the tokens shifted."""
 
     def loss(outputs: Any, sample: Sample) -> Any:
-        logits, target = logits_of(outputs), sample["targets"] if "targets" in sample else _shifted(sample)
+        logits, target = logits_of(outputs), next_tokens(sample)
         _require_classes(logits, target, logits.dim() - 1)
         return _counted(logits.flatten(0, -2), target.flatten(), options, None)
 
     return loss
 
 
-def _shifted(sample: Sample) -> Tensor:
-    """The next token of each position; the last has none, which spares a copy of all logits but the last."""
-    return functional.pad(_following(sample), (0, 1), value=IGNORED)
+def next_tokens(sample: Sample) -> Tensor:
+    """Each position's next token: `targets` where samples have them, otherwise the tokens shifted.
 
-
-def _following(sample: Sample) -> Tensor:
-    if "labels" in sample:
-        return sample["labels"][..., 1:]
-    if "input_ids" not in sample:
+    The last position has none, which spares a copy of all logits but the last.
+    """
+    if "targets" in sample:
+        return sample["targets"]
+    name = next((name for name in ("labels", "input_ids") if name in sample), None)
+    if name is None:
         raise LossError(
             f"--loss next-token needs a field targets, labels or input_ids; the samples have {', '.join(sample)}"
         )
-    tokens = sample["input_ids"][..., 1:]
-    return tokens.masked_fill(sample["attention_mask"][..., 1:] == 0, IGNORED) if "attention_mask" in sample else tokens
+    tokens = sample[name].long()
+    if tokens.dim() < 2:
+        raise LossError(f"--loss next-token needs sequences but '{name}' is {list(tokens.shape)}; use another --loss")
+    if name == "input_ids" and "attention_mask" in sample:
+        mask = sample["attention_mask"]
+        if mask.shape != tokens.shape:
+            raise LossError(
+                f"'attention_mask' is {list(mask.shape)} and 'input_ids' {list(tokens.shape)}; give it the same shape"
+            )
+        tokens = tokens.masked_fill(mask == 0, IGNORED)
+    return functional.pad(tokens[..., 1:], (0, 1), value=IGNORED)
 
 
 def _entropy(logits: Tensor, target: Tensor, options: LossOptions, weights: Tensor | None) -> Any:

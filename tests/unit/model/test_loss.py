@@ -1,5 +1,6 @@
 """Losses: what they return, and which targets of a text count."""
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch.nn import functional
 
 from stagewright import objects
 from stagewright.errors import UserError
-from stagewright.model.loss import Loss, LossOptions
+from stagewright.model.loss import Loss, LossError, LossOptions
 
 
 def half(outputs: Tensor, sample: Any) -> tuple[Tensor, Tensor]:
@@ -37,6 +38,7 @@ def test_next_tokens_are_targets_labels_or_the_tokens_themselves() -> None:
     for sample, wanted in (
         ({"input_ids": tokens, "targets": tokens}, expected(logits, tokens)),
         ({"input_ids": tokens}, expected(logits[:, :-1], tokens[:, 1:])),
+        ({"input_ids": tokens.to(torch.uint8)}, expected(logits[:, :-1], tokens[:, 1:])),
         ({"input_ids": tokens, "labels": tokens.flip(0)}, expected(logits[:, :-1], tokens.flip(0)[:, 1:])),
         (
             {"input_ids": tokens, "attention_mask": mask},
@@ -46,6 +48,19 @@ def test_next_tokens_are_targets_labels_or_the_tokens_themselves() -> None:
         measured = loss(logits, sample)
         assert measured.count is not None
         assert (float(measured.total), float(measured.count)) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        ({"labels": torch.tensor([1, 2])}, "'labels' is [2]"),  # of the next sample
+        ({"input_ids": torch.ones(2, 4).long(), "attention_mask": torch.ones(4)}, "'attention_mask' is [4]"),
+        ({"image": torch.ones(2, 4)}, "needs a field targets, labels or input_ids"),
+    ],
+)
+def test_rejects_what_has_no_next_token(sample: dict[str, Tensor], words: str) -> None:
+    with pytest.raises(LossError, match=re.escape(words)):
+        Loss(LossOptions("next-token"))(torch.ones(2, 4), sample)
 
 
 def test_a_users_loss_gets_the_target_of_pairs_and_all_fields_of_named_samples() -> None:

@@ -37,6 +37,7 @@ from stagewright.model.loss import (
     LossOptions,
     Measured,
     logits_of,
+    next_tokens,
     require_count,
     target_of,
     users_function,
@@ -234,7 +235,7 @@ def make_scorer(metrics: str, loss: LossOptions) -> Scorer:
     plain = Loss(replace(loss, label_smoothing=0.0))
     found = load_metrics(metrics)
     found = {
-        name: users_function(metric, is_paired=loss.is_paired) if ":" in name else _ignoring(metric, loss.ignore_index)
+        name: users_function(metric, is_paired=loss.is_paired) if ":" in name else _of_targets(metric, loss)
         for name, metric in found.items()
     }
     if AUTO in found and loss.name == NEXT_TOKEN:
@@ -242,14 +243,17 @@ def make_scorer(metrics: str, loss: LossOptions) -> Scorer:
     return Scorer(found, plain)
 
 
-def _ignoring(metric: Metric, ignore_index: int | None) -> Metric:
-    """A built-in metric, which reads nothing but the target, without the labels of --ignore-index."""
+def _of_targets(metric: Metric, loss: LossOptions) -> Metric:
+    """A built-in metric, which reads nothing but the target: that of the loss, without the labels of --ignore-index."""
 
     def measure(outputs: Any, sample: Sample) -> Sums:
+        if loss.name == NEXT_TOKEN:
+            logits = logits_of(outputs).movedim(-1, 1)  # classes are last, as many as there may be positions
+            return metric(logits, {"targets": with_ignored(next_tokens(sample), loss.ignore_index)})
         names = [name for name in TARGETS if name in sample][:1]
-        return metric(outputs, {name: with_ignored(sample[name], ignore_index) for name in names} or sample)
+        return metric(outputs, {name: with_ignored(sample[name], loss.ignore_index) for name in names} or sample)
 
-    return measure if ignore_index is not None else metric
+    return measure if loss.name == NEXT_TOKEN or loss.ignore_index is not None else metric
 
 
 def _checked(

@@ -156,6 +156,17 @@ def test_auto_is_perplexity_where_the_next_token_is_predicted() -> None:
     assert found.metrics == {"perplexity": pytest.approx(math.exp(mean))}
 
 
+@pytest.mark.parametrize("field", ["labels", "input_ids"])
+def test_metrics_of_the_next_token_have_the_loss_s_targets(field: str) -> None:
+    """A model that knows each next token, of as many classes as there are positions."""
+    tokens = torch.randint(6, (4, 6), generator=torch.Generator().manual_seed(0))
+    logits = 20.0 * functional.one_hot(tokens.roll(-1, 1), 6).double()
+    scorer = make_scorer("top1,perplexity,iou", LossOptions("next-token"))
+    scorer.add(logits, {field: tokens}, len(tokens))
+    assert metric_values(scorer.score.totals)["top1"] == 1.0
+    assert metric_values(scorer.score.totals)["perplexity"] == pytest.approx(1.0, abs=1e-6)
+
+
 def _tokens() -> tuple[Tensor, dict[str, Tensor]]:
     logits, target = classes(2, 3)
     return logits, {"labels": target}
