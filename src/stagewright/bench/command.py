@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import tempfile
@@ -11,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stagewright.errors import RunFailed
+from stagewright.runtime.process.children import Children
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class Printed:
 
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> Printed:
     """Run a command to its end with these variables as well; RunFailed with its last line where it fails."""
-    variables = {**os.environ, **environment, "PYTHONUNBUFFERED": "1"}
     began, lines = time.monotonic(), list[tuple[float, str]]()
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
-    ):
+    with tempfile.TemporaryFile("w+") as errors, Children() as children:  # which end with this process
+        process = children.start(
+            command, {**environment, "PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, stderr=errors.fileno()
+        )
         assert process.stdout is not None
-        lines.extend((time.monotonic() - began, line.strip()) for line in process.stdout)
+        with process.stdout:
+            lines.extend((time.monotonic() - began, line.strip()) for line in process.stdout)
         process.wait()
         printed = Printed(tuple(lines), time.monotonic() - began)
         errors.seek(0)

@@ -3,6 +3,7 @@
 import re
 import sys
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from stagewright.bench import command
 from stagewright.bench.command import Printed, run_command
 from stagewright.errors import RunFailed
+from tests.waiting import is_running
 
 
 def test_lines_have_the_time_at_which_they_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +35,21 @@ def test_a_command_that_fails_is_one_line(code: str, why: str) -> None:
     with pytest.raises(RunFailed) as caught:
         run_command([sys.executable, "-c", code], {})
     assert why in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_interrupted_bench_ends_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM is an exception here, while the command's next line is read."""
+    moments = iter((0.0,))
+
+    def monotonic() -> float:
+        try:
+            return next(moments)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=monotonic))
+    file = tmp_path / "pid"
+    code = f"import os, signal; open({str(file)!r}, 'w').write(str(os.getpid())); print('ready'); signal.pause()"
+    with pytest.raises(KeyboardInterrupt):
+        run_command([sys.executable, "-c", code], {})
+    assert not is_running(int(file.read_text()))
