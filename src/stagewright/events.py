@@ -197,6 +197,7 @@ class Called:
     number: int  # of the call, from 0
     what: str
     where: str  # file and line
+    contents: str = ""  # a hash of the samples or of the model that it is given
 
 
 @dataclass(frozen=True, slots=True)

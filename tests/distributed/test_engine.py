@@ -28,6 +28,8 @@ import stagewright
 
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(48, 6), torch.arange(48) % 3)
+if sys.argv[2:] == ["model"]:
+    torch.seed()
 model = nn.Sequential(
     nn.Linear(6, 12), nn.Tanh(), nn.Dropout(0.1), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3)
 )
@@ -124,12 +126,16 @@ def test_a_killed_rank_restarts_and_the_script_sees_its_steps_again(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("branch", ("other branches on two ranks", line_of("engine.checkpoint()"), line_of("engine.evaluate(data)"))),
+        (
+            "branch",
+            ("different branches on two ranks", line_of("engine.checkpoint()"), line_of("engine.evaluate(data)")),
+        ),
         pytest.param(
             "batch",
-            ("other branches on two ranks", "the engine with batch", line_of("in engine.epoch(DataLoader")),
+            ("the engine with batch", line_of("in engine.epoch(DataLoader"), "something else on rank", "manual_seed"),
             marks=nightly,
         ),
+        ("model", ("Engine", line_of("engine = "), "something else on rank", "manual_seed")),
         pytest.param("raise", (f"{line_of('raise ValueError')} raised ValueError: no such colour",), marks=nightly),
     ],
 )

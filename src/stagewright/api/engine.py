@@ -72,6 +72,7 @@ from stagewright.runtime.script.feed import Batches
 from stagewright.runtime.script.rank import ScriptRank, is_rank
 from stagewright.runtime.script.rates import Panel, Rates
 from stagewright.runtime.script.session import Session, Stopped, last_begun
+from stagewright.runtime.stage.equality import hash_of
 from stagewright.runtime.stage.own_optimizer import build_own
 from stagewright.runtime.stage.scores import make_scorer
 
@@ -116,6 +117,7 @@ class Engine:
         self._given = Given()
         weakref.finalize(self, self._given.close).atexit = False  # what the script gave is forgotten with the engine
         self._model = model
+        self._made_at = where_called()
         is_auto = isinstance(plan, str) and plan == AUTO
         self._names = {
             "model": self._given.model(model),
@@ -246,7 +248,7 @@ class Engine:
         assert self._ranks is not None
         job, source = self._ranks.job, self._open_source(source_name)
         text = "auto" if metrics is None else self._given.metrics(metrics)
-        self._ranks.call(f"engine.evaluate of {len(source)} samples ({source.fingerprint})", where)
+        self._ranks.call(f"engine.evaluate of {len(source)} samples", where, source.fingerprint)
         number, self._evaluations = self._evaluations, self._evaluations + 1
         if number < len(self._ranks.history.evaluations):
             return self._ranks.history.evaluations[number]
@@ -337,7 +339,7 @@ class Engine:
         source = self._open_source(name)
         order = Order(len(source), plan.batch, job.config.run.seed, job.config.data.shuffle)
         steps = order.batches // plan.pause_step * plan.pause_step
-        self._ranks.call(f"engine.epoch of {len(source)} samples ({source.fingerprint})", where)
+        self._ranks.call(f"engine.epoch of {len(source)} samples", where, source.fingerprint)
         first, epoch = self._position, self._epochs
         self._epochs += 1
         last = first + steps
@@ -426,7 +428,7 @@ class Engine:
         ranks = self._ranks
 
         def tell(number: int, fingerprint: str) -> None:
-            ranks.call(f"the engine with batch {number} ({fingerprint})", where)
+            ranks.call(f"the engine with batch {number}", where, fingerprint)
 
         return Batches(ranks.job, session.done, source, loads=loads_samples(session), tell=tell)
 
@@ -526,6 +528,7 @@ class Engine:
         if self._rates is not None:
             plan = self._ranks.job.plan
             self._rates.panel.begin(plan.microbatches, last_begun(plan, 0) + 1)
+        self._compare_model()
         hyperparameters = None if self._rates is None else self._rates.panel.of
         self._session = self._ranks.open(ScriptParts(hyperparameters, keeps_model=True))
         self._taken = self._facts()
@@ -602,6 +605,17 @@ class Engine:
             name: (tuple(p.shape), p.requires_grad, p._version if is_copy else None)
             for name, p in self._model.named_parameters()
         }
+
+    def _compare_model(self) -> None:
+        """Tell the supervisor what this process's model holds: stages of models that differ would train together.
+
+        Replicas of a whole model take the first one's weights, and a checkpoint's or a file's replace them all.
+        """
+        assert self._ranks is not None
+        job = self._ranks.job
+        if is_rank() and len(job.plan.stages) > 1 and job.resume is None and job.config.model.init is None:
+            held = [value for value in self._model.state_dict().values() if isinstance(value, torch.Tensor)]
+            self._ranks.call("Engine", self._made_at, str(hash_of(held).tolist()))
 
     def _trains_copy(self, session: Session) -> bool:
         """Whether what is trained is not the script's model itself."""

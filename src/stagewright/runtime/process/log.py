@@ -280,6 +280,11 @@ class Collector:
     def _compare_call(self, call: Called) -> None:
         """RunFailed where a rank's script asks for something else than another's."""
         first, ranks = self._calls.setdefault(call.number, (call, set()))
+        if first.what == call.what and first.contents != call.contents:
+            raise RunFailed(
+                f"{call.what} at {call.where} is given something else on rank {call.rank} than on rank {first.rank}: "
+                "every process makes its own model and data; call torch.manual_seed before they are made"
+            )
         if first.what != call.what:
             raise RunFailed(
                 f"the script took different branches on two ranks: rank {call.rank} calls {call.what} at {call.where}, "

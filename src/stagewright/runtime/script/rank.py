@@ -110,9 +110,9 @@ class ScriptRank:
         self._session = session
         return session
 
-    def call(self, what: str, where: str) -> None:
-        """Tell the supervisor what the script asks for, and where."""
-        self.emit(Called(self.rank, self._calls, what, where))
+    def call(self, what: str, where: str, contents: str = "") -> None:
+        """Tell the supervisor what the script asks for, and where; a hash of what it gives."""
+        self.emit(Called(self.rank, self._calls, what, where, contents))
         self._calls += 1
 
     def exchange(self, batch: int, scores: Mapping[int, Score]) -> Mapping[int, Score]:
