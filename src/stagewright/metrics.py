@@ -152,8 +152,8 @@ class Criterion:
             return Criterion(name, way == "min")
         if text not in _DIRECTED or colon:
             raise UserError(
-                f"--best '{text}' is unknown; {did_you_mean(text, _DIRECTED)}, or name a metric of yours by what is "
-                f"better: min:{name or way} or max:{name or way}"
+                f"--best '{text}' is unknown (a metric of yours is min:{name or way} or max:{name or way}); "
+                f"{did_you_mean(text, _DIRECTED)}"
             )
         return Criterion(text, is_lower_better(text))
 

@@ -518,7 +518,10 @@ class Engine:
             raise UserError("this Engine is closed; make a new one, with resume=RUN to continue its run")
         if self._ranks is None:
             if batch is None:
-                raise UserError("the size of a batch is not known yet; give batch= to Engine or to the first epoch")
+                raise UserError(
+                    "the size of a batch is not known yet; give batch= to Engine or to the first epoch, and a list of "
+                    "batches as iter(batches)"
+                )
             config = self._config(source, batch)
             if not is_launched(config):
                 config = planned(config, self._say_once, self._say_once)

@@ -201,7 +201,8 @@ def _refuse_unknown(tables: Mapping[str, Mapping[str, Any]]) -> None:
             if key in RENAMED:
                 raise UserError(f"configuration key '{key}' is now '{RENAMED[key]}'; write that")
             if name not in known[section]:
-                raise UserError(f"unknown configuration key '{key}'; {did_you_mean(name, known[section])}")
+                keys = [f"{section}.{known_name}" for known_name in known[section]]
+                raise UserError(f"unknown configuration key '{key}'; {did_you_mean(key, keys)}")
 
 
 def _nearest_section(section: str) -> str:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from stagewright.errors import UserError, did_you_mean
+from stagewright.errors import UserError, did_you_mean, first_line
 from stagewright.model.blocks import cut_between, find_blocks
 from stagewright.model.call import Inputs
 from stagewright.model.record import Assign, Context, Recording, Untraceable
-from stagewright.model.standin import Build, attribute_marks, twin_of
+from stagewright.model.standin import Build, analysing, attribute_marks, twin_of
 from stagewright.model.trace import Context as Precision
 from stagewright.model.trace import Modes, Trace, modes_of, trace
 
@@ -262,11 +262,24 @@ class Chain:
 
     def _require_cuttable(self, stages: int) -> None:
         if self.way is Way.WHOLE and stages > 1:
+            self._require_runs()
             why = self.trace_error or self._why_whole()
             raise UserError(
                 f"{type(self.model).__name__} can't be cut into {stages} stages: {why}, and it has no list of like "
                 "blocks; return an nn.Sequential or a list of modules from the factory, or use one stage"
             )
+
+    def _require_runs(self) -> None:
+        """An error where the model as it is can't run on the example either, whatever its code looks like."""
+        if self.trace_error is None or any(tensor.is_meta for tensor in self.example.tensors):
+            return
+        try:
+            with analysing(), torch.no_grad(), self._context():
+                self.example.map(torch.clone).call(self._twin())
+        except Exception as error:  # the model's code may raise anything
+            raise UserError(
+                f"the model can't run on input {self.example}: {type(error).__name__}: {first_line(error, 160)}"
+            ) from error
 
     def _why_whole(self) -> str:
         """Why a model that was recorded has a single unit."""

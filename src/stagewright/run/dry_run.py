@@ -242,8 +242,8 @@ def _require_metric(criterion: Criterion | None, score: Score) -> None:
     known = metric_values({name: (total, count or 1.0) for name, (total, count) in score.totals.items()})
     if criterion is not None and criterion.metric not in known:
         raise UserError(
-            f"--best names metric '{criterion.metric}', which the evaluations do not measure; "
-            f"{did_you_mean(criterion.metric, known)}, or add it with --metric"
+            f"--best names metric '{criterion.metric}', which the evaluations do not measure; add it with --metric "
+            f"({did_you_mean(criterion.metric, known)})"
         )
 
 

@@ -53,6 +53,7 @@ from stagewright.run.resume import (
     find_checkpoint,
     keeps_plan,
     remarks,
+    require_cuts,
     require_model,
     require_start,
     resumed_plan,
@@ -377,8 +378,8 @@ def require_optimizer(config: Config, model: nn.Module, pieces: Sequence[Piece])
     if ":" not in config.optimizer.name:
         if config.optimizer.name not in OPTIMIZERS:
             raise UserError(
-                f"--optimizer '{config.optimizer.name}' is unknown; {did_you_mean(config.optimizer.name, OPTIMIZERS)}, "
-                "or give package.module:factory"
+                f"--optimizer '{config.optimizer.name}' is unknown (a factory is package.module:name); "
+                f"{did_you_mean(config.optimizer.name, OPTIMIZERS)}"
             )
         return
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -461,6 +462,7 @@ def _plan_for(config: Config, chain: Chain, cluster: Cluster, resume: Resume | N
     """
     if resume is not None and keeps_plan(config, resume):
         plan = resume.checkpoint.manifest.plan
+        require_cuts(resume, plan, chain.units)
     else:
         plan = build_plan(
             config.plan,

@@ -14,6 +14,7 @@ from stagewright.config.toml import Tables, config_within_bounds, keys_of, make_
 from stagewright.data.order import Order
 from stagewright.errors import UserError
 from stagewright.events import Best
+from stagewright.model.prove import Differs
 from stagewright.plan.plan import Plan
 from stagewright.run.folder import find_in_run
 from stagewright.runtime.checkpoint.folder import (
@@ -170,13 +171,25 @@ def require_model(resume: Resume, model: nn.Module, reached: Collection[str]) ->
             )
 
 
+def require_cuts(resume: Resume, plan: Plan, units: Collection[str]) -> None:
+    """A difference where the checkpoint's plan cuts before a unit that the model does not have, cut in this way."""
+    unknown = [cut for cut in plan.cuts if cut not in units]
+    if unknown:
+        made_with = resume.checkpoint.manifest.config["model"]["name"]
+        raise Differs(
+            f"checkpoint {resume.checkpoint.folder} cuts its model before '{unknown[0]}', which this model does not "
+            f"have; it was made with model {made_with}"
+        )
+
+
 def remarks(config: Config, resume: Resume, plan: Plan) -> list[str]:
     """What a user should know about resuming with these options."""
     said = list(resume.remarks)
     manifest = resume.checkpoint.manifest
     old = make_config(manifest.config, given=())
     if not plan.computes_as(manifest.plan):
-        said.append("the plan has changed: the run resumes from the newest weights, and lag builds up again")
+        lag = "" if plan.is_synchronous else ", and lag builds up again"
+        said.append(f"the plan has changed: the run resumes from the newest weights{lag}")
     if old.optimizer.name != config.optimizer.name:
         said.append(f"the checkpoint has the state of {old.optimizer.name}; {config.optimizer.name} starts without any")
     if config.optimizer.ema is not None and not resume.checkpoint.has(EMA):

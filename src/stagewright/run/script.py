@@ -73,7 +73,8 @@ def launch_script(config: Config) -> NoReturn:
     try:
         run(config, _Quiet(stderr=True), script=script_command())
     except (UserError, RunFailed, Interrupted) as error:
-        say(console, f"stagewright: {printable(str(error))}", soft_wrap=True)
+        what = "interrupted " if isinstance(error, Interrupted) else ""
+        say(console, f"stagewright: {what}{printable(str(error))}", soft_wrap=True)
         sys.exit(USER_ERROR)
     sys.exit(0)
 

@@ -72,7 +72,10 @@ def test_devices_and_batch_a_device_become_placement_and_batch() -> None:
         (HEAD + 'trial = [{ name = "a" }]\nbaseline = "b"', ["baseline 'b'", "only trials a"]),
         (HEAD + 'trial = [{ name = "a", repeats = 3 }]', ["group.0.trial.0.repeats", "unknown key"]),
         (HEAD + 'trial = [{ name = "a", devices = 0 }]', ["devices is 0", "at least 1"]),
-        (HEAD + 'trial = [{ name = "a", options = { plan = { bath = 8 } } }]', ["plan.bath", "did you mean 'batch'"]),
+        (
+            HEAD + 'trial = [{ name = "a", options = { plan = { bath = 8 } } }]',
+            ["plan.bath", "did you mean 'plan.batch'"],
+        ),
         (HEAD + 'trial = [{ name = "a", options = { plan = { batch = "x" } } }]', ["plan.batch", "'x'"]),
         ("repeats = 1001\n" + HEAD + 'trial = [{ name = "a" }]', ["repeats is 1001", "at most 1000"]),
         ("repeats = 0\n" + HEAD + 'trial = [{ name = "a" }]', ["repeats is 0"]),

@@ -41,6 +41,7 @@ from tests.commands import fails
         (["--model", "tests.unit.cli.test_train:broken_factory"], ["factory raised KeyError", "why"]),
         (["--model", "tests.unit.cli.test_train:no_output"], ["str", "without a tensor"]),
         (["--model", "tests.unit.cli.test_train:too_small"], ["[64, 3, 32, 32]", "3072"]),
+        (["--model", "tests.unit.cli.test_train:too_small", "--placement", "0:0.0:1"], ["can't run on input", "3072"]),
         (
             ["--model", "tests.unit.cli.test_train:branching", "--placement", "0:0.0:1"],
             ["reads values", "can't be cut into 2 stages", "nn.Sequential"],

@@ -120,7 +120,7 @@ def test_toml_reads_back_to_an_equal_configuration(tmp_path: Path) -> None:
 
 
 def test_unknown_keys_and_tables_are_errors_that_name_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"'run\.sede'.*'seed'"):
+    with pytest.raises(ValueError, match=r"'run\.sede'.*'run\.seed'"):
         make_config({"run": {"sede": 1}})
     with pytest.raises(ValueError, match=r"\[rum\].*'run'"):
         make_config({"rum": {"seed": 1}})

@@ -203,6 +203,7 @@ def test_a_new_placement_drops_the_old_cut(half: Path) -> None:
          ["at batch 6", "every 4 batches"]),
         (["--model", "tests.unit.run.test_resume:other", "--placement", "0:0", "--mode", "dp"],
          ["no parameter '2.weight'", "made with model", "net"]),
+        (["--model", "tests.unit.run.test_resume:other"], ["before '3'", "does not have", "made with model", "net"]),
         (["--model", "tests.unit.run.test_resume:wider"], ["'0.weight' of shape [4, 3, 3, 3]", "[5, 3, 3, 3]"]),
         (["--keep", "-1"], ["--keep is -1"]),
         (["--checkpoint-every", "-1"], ["--checkpoint-every is -1"]),

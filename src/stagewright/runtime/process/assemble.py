@@ -12,7 +12,6 @@ from torch import nn
 
 from stagewright.config.sections import Config
 from stagewright.data.datasets import names_images
-from stagewright.data.formats.tensors import is_target
 from stagewright.data.loader import Loader, make_loaders
 from stagewright.data.on_device import require_cacheable, torchcodec_decoder
 from stagewright.data.order import EvaluationSampler, Order, ReplicaSlice, TrainingSampler
@@ -22,7 +21,7 @@ from stagewright.events import Emit, Replaced, Skipped
 from stagewright.model.call import Inputs
 from stagewright.model.cut import Chain, Piece, Way, whole_piece
 from stagewright.model.load import build_model, convert, find_entry, is_ours, make_deterministic
-from stagewright.model.loss import Loss
+from stagewright.model.loss import TARGETS, Loss
 from stagewright.model.probe import Probe, Value
 from stagewright.model.weights import freeze, load_weights, require_same
 from stagewright.objects import is_given, load_callable, load_object
@@ -241,7 +240,7 @@ def input_dtype(job: Job) -> torch.dtype:
 def _reads_numbers(probe: Probe) -> bool:
     """Whether a loss or metric reads real numbers beside the targets, which would be loaded in that type as well."""
     numbers = [value for value in probe.fields if value.dtype and getattr(torch, value.dtype).is_floating_point]
-    return any(not is_target(value.name) for value in numbers)
+    return any(value.name not in TARGETS for value in numbers)
 
 
 def loader_options(job: Job, rank: int, emit: Emit, device: torch.device) -> LoaderOptions:

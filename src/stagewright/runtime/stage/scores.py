@@ -189,7 +189,7 @@ def load_metrics(text: str) -> dict[str, Metric]:
         elif name != NONE:
             known = (*BUILT_IN, AUTO, NONE)
             raise UserError(
-                f"--metric '{name}' is unknown; {did_you_mean(name, known)}, or give package.module:function"
+                f"--metric '{name}' is unknown (a function is package.module:name); {did_you_mean(name, known)}"
             )
     return found
 
