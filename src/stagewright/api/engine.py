@@ -131,7 +131,12 @@ class Engine:
         self._batch: int | None = self._options.pop("batch", None)
         for keyword, instead in _OF_THE_LOOP.items():
             section, (name, *_) = next(iter(tables_of({keyword: None}).items()))
-            if keyword in self._options or name in _given_to_run().get(section, {}):
+            if name in _given_to_run().get(section, {}):
+                raise UserError(
+                    f"an Engine takes no --{keyword.replace('_', '-')}, since the script has its own loop; {instead}, "
+                    "or give an option of the script's own after --"
+                )
+            if keyword in self._options:
                 raise UserError(f"Engine takes no {keyword}=, since the script has its own loop; {instead}")
         self._factory = optimizer if callable(optimizer) else None
         self._rates = self._make_rates(scheduler)

@@ -23,7 +23,7 @@ from stagewright.report.live.terminal import open_console, say
 from stagewright.run.plan import auto_plan_lines
 from stagewright.run.prepare import explained
 from stagewright.run.resume import resumed_config
-from stagewright.run.script import OPTIONS
+from stagewright.run.script import OPTIONS, USER_ERROR
 from stagewright.run.train import Result
 from stagewright.run.train import run as train
 
@@ -104,4 +104,6 @@ def run_script(parsed: argparse.Namespace) -> None:
         runpy.run_path(str(script), run_name="__main__")
     except Exception as error:  # the script's code may raise anything; its engine knows what to do on a rank
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(1)
+        sys.exit(USER_ERROR if isinstance(error, UserError | RunFailed) else 1)
+    if "stagewright.api.engine" not in sys.modules:
+        say(open_console(stderr=True), f"warning: {script} made no stagewright.Engine; it ran as by python alone")

@@ -24,6 +24,7 @@ from stagewright.runtime.status_file import last_action, status_path
 from stagewright.schedule.action import Action
 
 _LONGEST_TICK = 1.0  # seconds
+_TAIL, _LONGEST_LINE = 4096, 200  # bytes of a file that are looked at, and characters of a line that are shown
 _REQUESTED = re.compile(r"Tried to allocate ([0-9.]+ [KMG]iB)")
 _FULL = "CUDA error: out of memory"  # of the driver, before torch asks for a tensor
 
@@ -69,10 +70,23 @@ class RankExit:
     code: SignedInt  # as subprocess reports it: negative for a signal
     action: str | None
     stage: int | None
+    last_line: str = ""  # on its standard error
 
     @staticmethod
-    def of(folder: Path, rank: int, code: int) -> RankExit:
-        return RankExit(rank, code, *_text_and_stage(last_action(status_path(folder, rank), rank)))
+    def of(folder: Path, rank: int, code: int, errors: Path) -> RankExit:
+        """`errors`: the file with what it wrote on its standard error."""
+        action = last_action(status_path(folder, rank), rank)
+        return RankExit(rank, code, *_text_and_stage(action), _last_line(errors))
+
+
+def _last_line(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL))
+            lines = file.read(_TAIL).decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((printable(line.strip())[:_LONGEST_LINE] for line in reversed(lines) if line.strip()), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +129,8 @@ def describe_fault(
     if exits:
         name = plan.name_replica(exits[0].rank, exits[0].stage)
         where = exits[0].action or "start"
-        return Fault(f"{name} exited with code {exits[0].code} at {where} without an error message", is_raised=True)
+        said = f"; its last line: {exits[0].last_line}" if exits[0].last_line else " without an error message"
+        return Fault(f"{name} exited with code {exits[0].code} at {where}{said}", is_raised=True)
     return Fault("a rank exited without an error message")
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
+from stagewright.cli.main import main
 from stagewright.config.toml import make_config
 from stagewright.errors import Interrupted, RunFailed, UserError
 from stagewright.run import script
@@ -28,3 +32,36 @@ def test_a_launcher_ends_with_one_line(
     with pytest.raises(SystemExit) as ended:
         script.launch_script(make_config({}))
     assert ended.value.code == 2 and capsys.readouterr().err == f"stagewright: {line}\n"
+
+
+def keep_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a script that runs in this process changes is taken back."""
+    monkeypatch.setenv(script.OPTIONS, "{}")
+    for name in ("argv", "path", "excepthook"):
+        value = getattr(sys, name)
+        monkeypatch.setattr(sys, name, [*value] if isinstance(value, list) else value)
+
+
+def test_a_script_without_an_engine_is_told_that_its_options_changed_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "stagewright.api.engine", raising=False)
+    keep_process(monkeypatch)
+    file = tmp_path / "plain.py"
+    file.write_text("print('hello')")
+    main(["run", str(file), "--placement", "0:0.0:1"])
+    shown = capsys.readouterr()
+    assert shown.out == "hello\n" and "made no stagewright.Engine" in shown.err
+
+
+def test_an_option_that_an_engine_does_not_take_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep_process(monkeypatch)
+    file = tmp_path / "own.py"
+    file.write_text("import stagewright, torch\nstagewright.Engine(torch.nn.Linear(2, 2))")
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(file), "--set", "run.epochs=1"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1
+    assert "takes no --epochs" in error and "the script's own after --" in error

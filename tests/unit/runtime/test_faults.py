@@ -58,7 +58,8 @@ def test_names_the_action_of_a_hung_rank() -> None:
 
 def test_names_a_rank_that_exits_silently() -> None:
     assert (
-        "rank 1, machine 0) exited with code 3 at start" in describe_fault(PLAN, [], [RankExit(1, 3, None, None)]).text
+        "rank 1, machine 0) exited with code 3 at start without"
+        in describe_fault(PLAN, [], [RankExit(1, 3, None, None)]).text
     )
     assert (
         "rank 0, machine 0) failed: LostPeer"
@@ -106,3 +107,13 @@ def test_only_a_bug_leaves_its_traceback_in_the_log(error: Exception, is_logged:
     log = tmp_path / "log.txt"
     assert log.exists() == is_logged
     assert not is_logged or ("Traceback" in log.read_text() and "raise error" in log.read_text())
+
+
+def test_the_last_line_of_a_rank_that_exits_by_itself_is_named(tmp_path: Path) -> None:
+    """A script's sys.exit("no data here") says why on standard error alone."""
+    errors = tmp_path / "stderr.log"
+    errors.write_bytes(b"first\n" * 2000 + b"no data \x1b[31mhere\n\n")
+    ended = RankExit.of(tmp_path, 1, 1, errors)
+    (line,) = describe_fault(PLAN, [], [ended]).text.splitlines()
+    assert "exited with code 1 at start; its last line: no data" in line and "\x1b" not in line and "first" not in line
+    assert RankExit.of(tmp_path, 1, 1, tmp_path / "nothing").last_line == ""

@@ -235,7 +235,11 @@ class Supervisor:
                 self.stop(_ENOUGH)
             codes = dict(zip(self._ranks, children.codes(), strict=True))
             if any(codes.values()):
-                exits = [RankExit.of(self._folder, rank, code) for rank, code in codes.items() if code]
+                ended = {rank: code for rank, code in codes.items() if code}
+                exits = [
+                    RankExit.of(self._folder, rank, code, self._logs(rank) / "stderr.log")
+                    for rank, code in ended.items()
+                ]
                 return MachineReport(exits=tuple(exits))
             if (peer := self._meeting.peer_fault()) is not None:
                 return MachineReport(lost=() if peer.lost is None else (peer.lost,))
