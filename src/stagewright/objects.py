@@ -45,6 +45,11 @@ def is_given(name: str) -> bool:
     return name.removeprefix("python:").startswith(MODULE)
 
 
+def shown(name: str) -> str:
+    """The name of an object as its script knows it: without the place where it is kept."""
+    return name.removeprefix(MODULE)
+
+
 def given() -> Mapping[str, Any]:
     """The objects that were put here, by the last part of their names."""
     return dict(_given)

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from stagewright.errors import UserError, did_you_mean, first_line
 from stagewright.model.call import leaves_of
-from stagewright.objects import load_callable, load_object
+from stagewright.objects import load_callable, load_object, shown
 
 Sample = Mapping[str, Tensor]
 Function = Callable[[Any, Sample], Any]
@@ -58,6 +58,7 @@ class Loss:
 
     def __init__(self, options: LossOptions) -> None:
         self.name = options.name
+        self.option = f"--loss {shown(self.name)}"  # in errors
         self._function = _make(options)
         self.is_builtin = ":" not in options.name
         self.counts_alike = self.is_builtin or _is_plain_mean(options.name)  # every microbatch, of one size
@@ -70,7 +71,7 @@ class Loss:
         except KeyError as error:
             if isinstance(sample, Watched) and error.args and error.args[0] not in sample:
                 raise LossError(
-                    f"--loss {self.name} reads field '{error.args[0]}' but the samples have {', '.join(sample)}"
+                    f"{self.option} reads field '{error.args[0]}' but the samples have {', '.join(sample)}"
                 ) from error
             raise
         if isinstance(made, tuple) and len(made) == 2:
@@ -83,14 +84,14 @@ class Loss:
     def _number(self, value: Any, what: str) -> Tensor:
         if not isinstance(value, Tensor):
             raise LossError(
-                f"--loss {self.name} returns a {type(value).__name__} as its {what}; return a tensor with one number, "
+                f"{self.option} returns a {type(value).__name__} as its {what}; return a tensor with one number, "
                 "or a pair (total, count)"
             )
         if value.is_complex():
-            raise LossError(f"--loss {self.name} returns a complex {what}; return a real number, such as its .abs()")
+            raise LossError(f"{self.option} returns a complex {what}; return a real number, such as its .abs()")
         if value.numel() != 1:
             raise LossError(
-                f"--loss {self.name} returns a {what} of shape {list(value.shape)}; return one number, a mean over the "
+                f"{self.option} returns a {what} of shape {list(value.shape)}; return one number, a mean over the "
                 "microbatch, or a pair (total, count)"
             )
         return widened(value.reshape(()))
@@ -332,10 +333,10 @@ def _make(options: LossOptions) -> Function:
     if ":" in options.name:
         function = load_callable(options.name, "--loss")
         if isinstance(function, type) and issubclass(function, nn.Module):
-            raise UserError(f"--loss {options.name} is a class; give a function loss(outputs, sample)")
+            raise UserError(f"--loss {shown(options.name)} is a class; give a function loss(outputs, sample)")
         return _of_user(options, function)
     raise UserError(
-        f"--loss {options.name} is neither a built-in loss ({', '.join(LOSSES)}) nor package.module:function; "
+        f"--loss {shown(options.name)} is neither a built-in loss ({', '.join(LOSSES)}) nor package.module:function; "
         f"{did_you_mean(options.name, LOSSES)}"
     )
 
@@ -352,7 +353,7 @@ def _of_user(options: LossOptions, function: Callable[..., Any]) -> Function:
         except (UserError, KeyError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the user's code may raise anything
-            raise LossError(f"--loss {name} raised {type(error).__name__}: {first_line(error, 200)}") from error
+            raise LossError(f"--loss {shown(name)} raised {type(error).__name__}: {first_line(error, 200)}") from error
 
     return loss
 
@@ -370,7 +371,8 @@ def _criterion(name: str, module: nn.Module) -> Callable[[Any, Any], Any]:
     """A criterion of torch, whose own tensors, such as class weights, take the device and the type of the outputs."""
     if trained := [path for path, parameter in module.named_parameters() if parameter.requires_grad]:
         raise UserError(
-            f"--loss {name} has a parameter '{trained[0]}', which no stage would train; make it a part of the model"
+            f"--loss {shown(name)} has a parameter '{trained[0]}', which no stage would train; make it a part of the "
+            "model"
         )
     if type(module) is nn.CrossEntropyLoss and module.reduction == "mean":
         return partial(_exact_entropy, module)

@@ -205,7 +205,7 @@ def _warn_about_means(loss: Loss, training: Probe, plan: Plan, warn: Warn) -> No
     """Say that a user's mean is a mean of microbatches' means."""
     if training.divisor is None and plan.microbatches > 1 and (not loss.counts_alike or loss.name == "model"):
         warn(
-            f"--loss {loss.name} is a mean over each of {plan.microbatches} microbatches: where they count different "
+            f"{loss.option} is a mean over each of {plan.microbatches} microbatches: where they count different "
             "numbers of targets, or compare samples, the result depends on --microbatches; return (total, count)"
         )
 

@@ -34,7 +34,7 @@ from stagewright.model.load import is_ours, start_model
 from stagewright.model.probe import Probe
 from stagewright.model.prove import SAMPLES, Proof, first_proven, prove
 from stagewright.model.weights import Start, count_frozen
-from stagewright.objects import MODULE, load_callable
+from stagewright.objects import load_callable, shown
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
 from stagewright.planning.build import Warn, build_plan, resolved_options, warn_about_lag, with_agreement
@@ -344,7 +344,7 @@ def _open_task(config: Config, progress: Note) -> tuple[Task, Chain, Start | Non
         progress(f"opening {config.data.source}")
         source = open_data(config, config.data.source)
         val = open_data(config, config.data.val) if config.data.val else source
-        progress(f"building and tracing {config.model.name.removeprefix(MODULE)}")
+        progress(f"building and tracing {shown(config.model.name)}")
         model, weights = start_model(
             config.model.name,
             config.run.seed,

@@ -34,7 +34,7 @@ from stagewright.model.call import Form
 from stagewright.model.configured import version_of
 from stagewright.model.libraries import package_of
 from stagewright.model.load import find_entry
-from stagewright.objects import MODULE, is_given
+from stagewright.objects import is_given, shown
 from stagewright.planning.traced import form_of, meta_model, trace_model
 from stagewright.profile.measure import Workload, measure, sample_sizes
 from stagewright.profile.pipedream import read_pipedream
@@ -234,7 +234,7 @@ def profile_here(
             file.unlink()  # of an older format
     if not is_alone:
         kept = "" if is_given(model) else f", once; kept in {file.parent}"
-        (announce or progress)(f"profiling {model.removeprefix(MODULE)} on this machine{kept}")
+        (announce or progress)(f"profiling {shown(model)} on this machine{kept}")
     since = _Cores()
     profile = _short_profile(wanted, form, sizes, progress, is_alone=is_alone)
     others = since.used_by_others()

@@ -109,3 +109,12 @@ def test_a_criterion_with_parameters_is_refused() -> None:
     with pytest.raises(UserError, match="'weight', which no stage would train"):
         Loss(LossOptions(name, is_paired=True))
     objects.remove(name)
+
+
+def test_an_error_has_the_name_that_the_script_knows() -> None:
+    def mine(outputs: Tensor, target: Tensor) -> Tensor:
+        return outputs
+
+    loss = Loss(LossOptions(objects.put(mine), is_paired=True))
+    with pytest.raises(LossError, match=r"^--loss mine returns a loss of shape \[2, 3\]"):
+        loss(torch.ones(2, 3), {"input": torch.ones(2), "target": torch.ones(2)})

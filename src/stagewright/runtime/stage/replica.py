@@ -129,10 +129,10 @@ class Replica:
     def _measure(self, output: Any, fields: Mapping[str, Tensor]) -> Measured:
         """The loss of one microbatch; it counts if and only if it did before training."""
         assert self.options.loss is not None
-        loss = self.options.loss(output, fields)
-        if (loss.count is None) != (self.options.divisor is None):
-            raise LossError(f"--loss {self.options.loss.name} returns a mean for some samples and a count for others")
-        return loss
+        found = self.options.loss(output, fields)
+        if (found.count is None) != (self.options.divisor is None):
+            raise LossError(f"{self.options.loss.option} returns a mean for some samples and a count for others")
+        return found
 
     def backward(self, microbatch: int, version: int, overlap: bool, scale: float | None = None) -> None:
         """Add a microbatch's gradient to that of its update; with `overlap`, its all-reduce starts meanwhile.

@@ -43,7 +43,7 @@ from stagewright.model.loss import (
     users_function,
     with_ignored,
 )
-from stagewright.objects import load_callable
+from stagewright.objects import load_callable, shown
 from stagewright.plan.plan import Plan
 from stagewright.runtime.comm.device import Reading
 from stagewright.runtime.comm.transport import Pending
@@ -223,8 +223,10 @@ class Scorer:
         for metric, function in self._metrics.items():
             for name, sums in _checked(metric, function, outputs, sample, samples):
                 if name in owners:
-                    raise UserError(f"metric '{metric}' returns '{name}', as {owners[name]} does; rename one of them")
-                owners[name], totals[name] = f"metric '{metric}'", sums
+                    raise UserError(
+                        f"metric '{shown(metric)}' returns '{name}', as {owners[name]} does; rename one of them"
+                    )
+                owners[name], totals[name] = f"metric '{shown(metric)}'", sums
         if self._loss.name == NEXT_TOKEN and AUTO in self._metrics and "perplexity" not in totals:
             totals["perplexity"] = totals[LOSS]
         self.score += Score(samples, totals)
@@ -263,10 +265,11 @@ def _checked(
 
     One `(total, count)`, or a mean over the samples given, has the label of the metric, or else its function's name.
     """
+    owner = f"metric '{shown(metric)}'"
     try:
         found: Any = function(outputs, sample)
     except Exception as error:  # the user's code may raise anything
-        raise UserError(f"metric '{metric}' raised {type(error).__name__}: {first_line(error, 200)}") from error
+        raise UserError(f"{owner} raised {type(error).__name__}: {first_line(error, 200)}") from error
     if isinstance(found, Real) or (isinstance(found, Tensor) and found.numel() == 1):
         found = (float(found) * samples, samples)
     if isinstance(found, tuple):
@@ -274,11 +277,11 @@ def _checked(
     if not isinstance(found, Mapping) or len(found) > _MOST_NAMES:
         what = f"{len(found)} names" if isinstance(found, Mapping) else type(found).__name__
         raise UserError(
-            f"metric '{metric}' returned {what}; return a number, (total, count), or {{name: (total, count)}} of at "
+            f"{owner} returned {what}; return a number, (total, count), or {{name: (total, count)}} of at "
             f"most {_MOST_NAMES}"
         )
     for name, sums in found.items():
-        shown = printable(str(name))[:_LONGEST_NAME]
+        label = printable(str(name))[:_LONGEST_NAME]
         try:
             total, count = (float(number) for number in sums)
         except (TypeError, ValueError, RuntimeError):
@@ -286,10 +289,10 @@ def _checked(
         if not (isinstance(name, str) and name and math.isfinite(total) and math.isfinite(count) and count >= 0):
             got = printable(repr(sums))[:80]
             raise UserError(
-                f"metric '{metric}' returned {got} as '{shown}'; return a total and a count, two finite numbers of "
+                f"{owner} returned {got} as '{label}'; return a total and a count, two finite numbers of "
                 "which the count is at least 0"
             )
-        yield shown, (total, count)
+        yield label, (total, count)
 
 
 def exchange_scores(
