@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -159,6 +159,29 @@ def test_only_what_is_like_the_captured_arguments_is_replayed(other: object) -> 
         assert made is other and replay.call_count == 2
         forwards(found, 1)
         assert replay.call_count == 3
+
+
+def test_microbatches_in_flight_have_captures_and_outputs_of_their_own() -> None:
+    """A replay overwrites what the capture returned, which a message may still read."""
+    found, captured = computing(graph="on"), list[Tensor]()
+
+    def capture(_: Sequence[object]) -> Callable[[Sequence[object]], tuple[Tensor]]:
+        captured.append(torch.zeros(4))
+        held = captured[-1]
+        return lambda arguments: (held.copy_(cast(Tensor, arguments[0])),)
+
+    with (
+        mock.patch.object(compute, "Trial", lambda *_: MadeTrial(0.0, 1.3)),
+        mock.patch.object(found, "capture", capture),
+    ):
+        forwards(found, 4)
+        (first,), release = found.forward(0, [torch.full((4,), 1.0)])
+        (second,), _ = found.forward(0, [torch.full((4,), 2.0)])
+        assert len(captured) == 2, "the first one's backward is not done"
+        release()
+        (third,), _ = found.forward(0, [torch.full((4,), 3.0)])
+    assert len(captured) == 2
+    assert [float(made.mean()) for made in (first, second, third)] == [1.0, 2.0, 3.0]
 
 
 def test_a_stage_without_trained_parameters_is_tried_too(caplog: pytest.LogCaptureFixture) -> None:
