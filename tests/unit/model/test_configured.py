@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from stagewright.api.training import train
 from stagewright.errors import UserError
 from stagewright.model.configured import Configured, Task, saved_weights, suited_model, version_of
 from stagewright.model.libraries import import_library, is_installed
@@ -114,6 +115,18 @@ def test_a_model_is_known_by_its_configuration_and_version(tmp_path: Path) -> No
     before = version_of(name)
     write(tmp_path, BERT, hidden_size=32)
     assert version_of(name) != before and import_library("transformers").__version__ in before
+
+
+def test_a_librarys_model_on_one_rank_may_leave_out_layers_at_random(tmp_path: Path) -> None:
+    """Its code is not known to do the same for every batch, as that of the zoo is."""
+    fields = {"model_type": "opt", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 4, "ffn_dim": 16}
+    name = write(tmp_path, fields, num_attention_heads=2, word_embed_proj_dim=16, layerdrop=0.5)
+    (tmp_path / "text.u16").write_bytes(bytes(number % 40 * (number % 2 == 0) for number in range(400)))
+    made = train(
+        name, data=f"tokens:{tmp_path / 'text.u16'}", context=8, batch=4, steps=4, placement="0:0", emulate=True,
+        device="cpu", runs=str(tmp_path),
+    )  # fmt: skip
+    assert len(made.steps) == 4
 
 
 # --- Weights ----------------------------------------------------------------------------------------------------------
