@@ -154,9 +154,10 @@ def choose(
     if synchronous and finished and not _fewest_stages(finished).plan.is_synchronous:
         alone = _Pool(sorted_setting, batch, (Mode.SYNC,), microbatches, None, effort, progress, is_whole=whole)
         alone.fill()
-        best_alone = _fewest_stages(alone.finished())
-        shape = best_alone.plan.mode, best_alone.plan.shape
-        finished = [*(one for one in finished if (one.plan.mode, one.plan.shape) != shape), best_alone]
+        if without_lag := alone.finished():
+            best_alone = _fewest_stages(without_lag)
+            shape = best_alone.plan.mode, best_alone.plan.shape
+            finished = [*(one for one in finished if (one.plan.mode, one.plan.shape) != shape), best_alone]
     found = [_renamed(prediction, order) for prediction in finished]
     refused = [_refusal(_renamed_plan(plan, order), setting) for plan in pool.refused()]
     if not found:
