@@ -38,6 +38,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (folder / "stagewright" / "shapes").symlink_to(shared)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.delenv("STAGEWRIGHT_CACHE", raising=False)  # it would come first
         patch.setenv("STAGEWRIGHT_QUIET", "1")  # on a loaded machine lines about what takes long would come at any time
         yield
 

@@ -54,9 +54,9 @@ def read_text(path: str | os.PathLike[str], most: int = MOST_TEXT_BYTES) -> str:
 
 def cache_folder(kind: str = "") -> Path:
     """Where what can be made again is kept, such as proofs: $STAGEWRIGHT_CACHE, else in the user's cache folder."""
-    base = os.environ.get("STAGEWRIGHT_CACHE")
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return (Path(base) if base else user / "stagewright") / kind
+    if base := os.environ.get("STAGEWRIGHT_CACHE"):
+        return Path(base) / kind
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stagewright" / kind
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.errors import UserError
-from stagewright.files import MOST_TEXT_BYTES, read_text, write_text
+from stagewright.files import MOST_TEXT_BYTES, cache_folder, read_text, write_text
 from stagewright.report.live.watch import Watch
 from stagewright.run.report import make_page, read_rank_map, take_snapshot
 from tests.commands import fails
@@ -81,3 +81,18 @@ def test_an_error_of_writing_names_the_file(tmp_path: Path) -> None:
         assert raised.value.filename == path
     write_text(tmp_path / "new", "ü")
     assert (tmp_path / "new").read_text() == "ü"
+
+
+def test_the_cache_folder_is_the_variables_or_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder("proofs") == tmp_path / "xdg" / "stagewright" / "proofs"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert cache_folder() == tmp_path / ".cache" / "stagewright"
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)  # of a user without an entry, as in some containers
+    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path / "own"))
+    assert cache_folder("profiles") == tmp_path / "own" / "profiles"

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from safetensors.torch import load_file
@@ -100,6 +100,8 @@ class Engine:
     resume: a run folder to continue: the script sees the steps that are trained already again, from the record.
     """
 
+    made: ClassVar[int] = 0  # in this process, for `stagewright run`
+
     def __init__(
         self,
         model: nn.Module,
@@ -114,6 +116,7 @@ class Engine:
             sys.excepthook = OneLineErrors(sys.excepthook)
         if not isinstance(model, nn.Module):
             raise UserError(f"Engine trains an nn.Module, not a {type(model).__name__}; give the model itself")
+        Engine.made += 1
         self._given = Given()
         weakref.finalize(self, self._given.close).atexit = False  # what the script gave is forgotten with the engine
         self._model = model

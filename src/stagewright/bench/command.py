@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from stagewright.errors import RunFailed
-from stagewright.runtime.process.children import Children
+
+_STOP_SECONDS = 20.0  # from SIGTERM to SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +35,31 @@ class Printed:
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> Printed:
     """Run a command to its end with these variables as well; RunFailed with its last line where it fails."""
     began, lines = time.monotonic(), list[tuple[float, str]]()
-    with tempfile.TemporaryFile("w+") as errors, Children() as children:  # which end with this process
-        process = children.start(
-            command, {**environment, "PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, stderr=errors.fileno()
-        )
+    variables = {**os.environ, **environment, "PYTHONUNBUFFERED": "1"}
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
         assert process.stdout is not None
-        with process.stdout:
+        try:
             lines.extend((time.monotonic() - began, line.strip()) for line in process.stdout)
-        process.wait()
+            process.wait()
+        except BaseException:  # this process is to end: the command ends first, and stops what it has started
+            _stop(process)
+            raise
         printed = Printed(tuple(lines), time.monotonic() - began)
         errors.seek(0)
         said = [line for line in errors.read().splitlines() if line.strip()]
     if process.returncode:
         raise RunFailed(ended(command, process.returncode, said[-1] if said else printed.last))
     return printed
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_SECONDS)
+    process.kill()
 
 
 def ended(command: Sequence[str], code: int, why: str) -> str:

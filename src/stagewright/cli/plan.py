@@ -38,7 +38,7 @@ from stagewright.planning.traced import rate_of
 from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console, plain_table, print_rows, say
 from stagewright.report.page import Page, Table
-from stagewright.run.plan import Asked, Progress, ask, plan_options, read_setting, search
+from stagewright.run.plan import Asked, Progress, ask, is_for_train, plan_options, read_setting, search
 from stagewright.run.report import make_prediction_page, write_page
 
 _LEAST_STEPS = 12  # that a plan is trained to be timed
@@ -66,7 +66,7 @@ def run(parsed: argparse.Namespace) -> None:
             say(console, text)
 
         asked = ask(parsed, progress, announce=announce)
-        choice = search(parsed, asked, progress, synchronous=_is_for_train(parsed, asked))
+        choice = search(parsed, asked, progress)
         comparison = compare(choice, asked.setting, asked.catalog, measured=asked.is_measured)
         tried = _try(parsed, asked, choice, progress) if parsed.try_ else ()
     if tried:
@@ -216,15 +216,9 @@ def _page(parsed: argparse.Namespace, asked: Asked, choice: Choice, comparison: 
     return replace(page, blocks=tuple(blocks))
 
 
-def _is_for_train(parsed: argparse.Namespace, asked: Asked) -> bool:
-    """Whether `train` would choose from these plans: on GPUs of one machine; on CPUs it also tries one process."""
-    has_modes = not parsed.mode or "sync" in parsed.mode
-    return has_modes and asked.device == "cuda" and len(asked.setting.cluster.machines) == 1
-
-
 def _own_choice(parsed: argparse.Namespace, asked: Asked, choice: Choice) -> Candidate | None:
     """Which of the candidates `train` chooses by itself, if it chooses from them: none whose weights lag."""
-    return choice.without_lag if _is_for_train(parsed, asked) else None
+    return choice.without_lag if is_for_train(parsed, asked) else None
 
 
 def _marks(parsed: argparse.Namespace, asked: Asked, choice: Choice, candidate: Candidate) -> str:

@@ -105,5 +105,7 @@ def run_script(parsed: argparse.Namespace) -> None:
     except Exception as error:  # the script's code may raise anything; its engine knows what to do on a rank
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(USER_ERROR if isinstance(error, UserError | RunFailed) else 1)
-    if "stagewright.api.engine" not in sys.modules:
-        say(open_console(stderr=True), f"warning: {script} made no stagewright.Engine; it ran as by python alone")
+    engine = sys.modules.get("stagewright.api.engine")  # whose import takes torch
+    if engine is None or not engine.Engine.made:
+        line = f"warning: {script} made no stagewright.Engine, which alone takes options of stagewright run"
+        say(open_console(stderr=True), line)

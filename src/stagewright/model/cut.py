@@ -274,7 +274,7 @@ class Chain:
         if self.trace_error is None or any(tensor.is_meta for tensor in self.example.tensors):
             return
         try:
-            with analysing(), torch.no_grad(), self._context():
+            with analysing(), torch.enable_grad(), self._context():
                 self.example.map(torch.clone).call(self._twin())
         except Exception as error:  # the model's code may raise anything
             raise UserError(

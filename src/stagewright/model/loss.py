@@ -196,9 +196,13 @@ def next_tokens(sample: Sample) -> Tensor:
         raise LossError(
             f"--loss next-token needs a field targets, labels or input_ids; the samples have {', '.join(sample)}"
         )
-    tokens = sample[name].long()
+    tokens = sample[name]
+    if tokens.dtype is torch.bool or tokens.is_floating_point() or tokens.is_complex():
+        kind = str(tokens.dtype).removeprefix("torch.")
+        raise LossError(f"--loss next-token needs tokens but '{name}' is {kind}; store tokens as integers")
     if tokens.dim() < 2:
         raise LossError(f"--loss next-token needs sequences but '{name}' is {list(tokens.shape)}; use another --loss")
+    tokens = tokens.long()
     if name == "input_ids" and "attention_mask" in sample:
         mask = sample["attention_mask"]
         if mask.shape != tokens.shape:

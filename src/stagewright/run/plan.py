@@ -96,17 +96,16 @@ def ask(options: Any, progress: Progress, form: Form | None = None, announce: Pr
     return Asked(setting, catalog, batch, "cpu" if kinds == {"cpu"} else "cuda", is_measured, options.profile)
 
 
-def search(
-    options: Any,
-    asked: Asked,
-    progress: Progress,
-    modes: Sequence[str] | None = None,
-    *,
-    synchronous: bool = False,
-) -> Choice:
+def is_for_train(options: Any, asked: Asked) -> bool:
+    """Whether `train` would choose from the plans of these options: on GPUs of one machine; on CPUs it tries more."""
+    has_modes = not options.mode or "sync" in options.mode
+    return has_modes and asked.device == "cuda" and len(asked.setting.cluster.machines) == 1
+
+
+def search(options: Any, asked: Asked, progress: Progress, modes: Sequence[str] | None = None) -> Choice:
     """The best plans in the setting that is asked about; `modes` beside dp, instead of those of the options.
 
-    `synchronous`: with the best of those without lag in any case (`planner.choose`).
+    Of the options' modes the best plan without lag is among them where `train` would choose it.
     """
     tried = options.mode or ("stale", "sync") if modes is None else modes
     return choose(
@@ -115,7 +114,7 @@ def search(
         modes=tuple(Mode(mode) for mode in tried),
         microbatches=options.microbatches,
         staleness=options.staleness,
-        synchronous=synchronous,
+        synchronous=modes is None and is_for_train(options, asked),
         progress=progress,
     )
 

@@ -462,7 +462,8 @@ def _plan_for(config: Config, chain: Chain, cluster: Cluster, resume: Resume | N
     """
     if resume is not None and keeps_plan(config, resume):
         plan = resume.checkpoint.manifest.plan
-        require_cuts(resume, plan, chain.units)
+        if chain.way is not Way.WHOLE:  # else the model can't be cut at all, which is said where it is
+            require_cuts(resume, plan, chain.units)
     else:
         plan = build_plan(
             config.plan,

@@ -15,6 +15,7 @@ from stagewright.data.order import Order
 from stagewright.errors import UserError
 from stagewright.events import Best
 from stagewright.model.prove import Differs
+from stagewright.objects import shown
 from stagewright.plan.plan import Plan
 from stagewright.run.folder import find_in_run
 from stagewright.runtime.checkpoint.folder import (
@@ -150,7 +151,7 @@ def require_start(plan: Plan, start: int, batches: int, best: Best | None, early
 def require_model(resume: Resume, model: nn.Module, reached: Collection[str]) -> None:
     """An error where the checkpoint lacks a parameter that is trained, or has it in another shape."""
     checkpoint, shapes = resume.checkpoint, resume.checkpoint.shapes()
-    made_with = f"it was made with model {checkpoint.manifest.config['model']['name']}"
+    made_with = f"it was made with model {shown(checkpoint.manifest.config['model']['name'])}"
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in reached:
@@ -178,7 +179,7 @@ def require_cuts(resume: Resume, plan: Plan, units: Collection[str]) -> None:
         made_with = resume.checkpoint.manifest.config["model"]["name"]
         raise Differs(
             f"checkpoint {resume.checkpoint.folder} cuts its model before '{unknown[0]}', which this model does not "
-            f"have; it was made with model {made_with}"
+            f"have; it was made with model {shown(made_with)}"
         )
 
 

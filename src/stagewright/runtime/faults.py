@@ -124,13 +124,14 @@ def describe_fault(
         return Fault(f"{name} hangs at {hung[0].action or 'start'}: {hung[0].cause}")
     if lost:
         return Fault(lost[0])
+    silent = [ended for ended in exits if ended.rank not in {failure.rank for failure in failures}]
+    if silent:  # its peers noticed, and say so
+        first = silent[0]
+        name, where = plan.name_replica(first.rank, first.stage), first.action or "start"
+        said = f"; its last line: {first.last_line}" if first.last_line else " without an error message"
+        return Fault(f"{name} exited with code {first.code} at {where}{said}", is_raised=True)
     if failures:
         return Fault(f"{plan.name_replica(failures[0].rank)} failed: {failures[0].cause}")
-    if exits:
-        name = plan.name_replica(exits[0].rank, exits[0].stage)
-        where = exits[0].action or "start"
-        said = f"; its last line: {exits[0].last_line}" if exits[0].last_line else " without an error message"
-        return Fault(f"{name} exited with code {exits[0].code} at {where}{said}", is_raised=True)
     return Fault("a rank exited without an error message")
 
 

@@ -34,6 +34,12 @@ def test_plan_searches_for_an_object_that_takes_other_samples_than_images() -> N
     assert repr(choice).startswith("Choice(") and "images/s" in repr(choice) and len(repr(choice)) < 200
 
 
+def test_plan_has_the_plan_that_train_would_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of this model and batch a search with lag shows no plan without but data parallel."""
+    choice = stagewright.plan("vgg16", cluster="titan-v-8", devices=4, batch=128)
+    assert choice.without_lag is not None and choice.without_lag.plan.mode == "sync"
+
+
 def test_simulate_predicts_what_the_command_does(capsys: pytest.CaptureFixture[str]) -> None:
     found = stagewright.simulate("resnet8", **CLUSTER, placement="0:0-2.0:3", precision="fp16")
     words = ["--cluster", "rtx-2080ti-4", "--batch", "64", "--placement", "0:0-2.0:3", "--precision", "fp16"]

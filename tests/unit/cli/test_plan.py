@@ -116,6 +116,7 @@ def test_a_narrow_terminal_cuts_no_number_and_what_train_alone_takes_is_named(
     best, own = ("stale 1-1", "sync 1-1")
     assert f"* {best}" in wide and f"train by itself avoids lag and would take {own}" in wide
     assert f"takes {best}" in wide
+    assert "train by itself" not in prints(capsys, *words, "--mode", "stale"), "sync was not searched"
     several = prints(capsys, "plan", "alexnet", "--cluster", "titan-v-16", "--batch", "64")
     assert "train by itself" not in several, "train finds no layout of several machines"
 

@@ -54,6 +54,8 @@ def test_next_tokens_are_targets_labels_or_the_tokens_themselves() -> None:
     ("sample", "words"),
     [
         ({"labels": torch.tensor([1, 2])}, "'labels' is [2]"),  # of the next sample
+        ({"labels": torch.ones(2, 4)}, "'labels' is float32"),
+        ({"labels": torch.ones(2, 4).bool()}, "'labels' is bool"),
         ({"input_ids": torch.ones(2, 4).long(), "attention_mask": torch.ones(4)}, "'attention_mask' is [4]"),
         ({"image": torch.ones(2, 4)}, "needs a field targets, labels or input_ids"),
     ],

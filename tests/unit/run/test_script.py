@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stagewright.api.engine import Engine
 from stagewright.cli.main import main
 from stagewright.config.toml import make_config
 from stagewright.errors import Interrupted, RunFailed, UserError
@@ -45,10 +46,10 @@ def keep_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_script_without_an_engine_is_told_that_its_options_changed_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "stagewright.api.engine", raising=False)
+    monkeypatch.setattr(Engine, "made", 0)
     keep_process(monkeypatch)
     file = tmp_path / "plain.py"
-    file.write_text("print('hello')")
+    file.write_text("from stagewright import Engine; print('hello')")
     main(["run", str(file), "--placement", "0:0.0:1"])
     shown = capsys.readouterr()
     assert shown.out == "hello\n" and "made no stagewright.Engine" in shown.err
@@ -65,3 +66,14 @@ def test_an_option_that_an_engine_does_not_take_is_one_line(
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.count("\n") == 1
     assert "takes no --epochs" in error and "the script's own after --" in error
+
+
+def test_an_error_of_the_scripts_own_keeps_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep_process(monkeypatch)
+    file = tmp_path / "own.py"
+    file.write_text("raise KeyError('mine')")
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(file)])
+    assert ended.value.code == 1 and "Traceback" in capsys.readouterr().err

@@ -116,4 +116,9 @@ def test_the_last_line_of_a_rank_that_exits_by_itself_is_named(tmp_path: Path) -
     ended = RankExit.of(tmp_path, 1, 1, errors)
     (line,) = describe_fault(PLAN, [], [ended]).text.splitlines()
     assert "exited with code 1 at start; its last line: no data" in line and "\x1b" not in line and "first" not in line
+    noticed = failure(0, "LostPeer: rank 1 is gone", is_secondary=True)
+    both = describe_fault(PLAN, [noticed], [RankExit(0, 1, None, None), ended])
+    assert both.text == line, "the rank that noticed is not the one that ended"
+    errors.write_text("x" * 5000)
+    assert len(RankExit.of(tmp_path, 1, 1, errors).last_line) == 200
     assert RankExit.of(tmp_path, 1, 1, tmp_path / "nothing").last_line == ""

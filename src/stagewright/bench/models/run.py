@@ -313,7 +313,7 @@ def _with_ties(task: Task, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 @contextmanager
 def _own_cache(folder: str) -> Iterator[None]:
     """Within, no proof that was made before is found."""
-    name = "XDG_CACHE_HOME"
+    name = "STAGEWRIGHT_CACHE"
     before = os.environ.get(name)
     os.environ[name] = folder
     python, numbers = random.getstate(), np.random.get_state()

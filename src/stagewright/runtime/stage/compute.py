@@ -143,6 +143,7 @@ class CudaGraphs:
         self._forwards = 0
         self._is_on = True
         self._launch: Launch | None = None
+        self._has_begun = False  # a capture, which has not ended
         self._forms: list[object] = []  # of the arguments that were captured
         self._captured: dict[int, list[_Call]] = {}
         self._free: dict[int, list[int]] = {}
@@ -187,16 +188,15 @@ class CudaGraphs:
                 )
                 return False
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
-        is_capturing = False
+        self._has_begun = False
         try:
             with preserved_buffers(self._eager.module):
                 trial = Trial(self._eager.module, self._device, arguments)
                 with no_waiting(not self._is_forced):
                     first = trial.result(self._eager)
                 again = trial.result(self._eager)
-                is_capturing = True
                 replay = self.capture(arguments)
-                is_capturing = False
+                self._has_begun = False
                 replayed = trial.result(replay)
                 eager, seconds = trial.seconds(self._eager), trial.seconds(replay)
                 difference, noise = _distance(first, replayed), _distance(first, again)
@@ -204,7 +204,7 @@ class CudaGraphs:
             is_short = isinstance(error, torch.OutOfMemoryError)
             if self._is_forced:
                 raise
-            if is_capturing and not is_short:  # torch's allocator takes the capture for unfinished from now on
+            if self._has_begun and not is_short:  # torch's allocator takes the capture for unfinished from now on
                 raise RuntimeError(
                     f"{self._name} can't be captured as CUDA graphs: {first_line(error, 160)}; give --cuda-graph off"
                 ) from error
@@ -242,6 +242,7 @@ class CudaGraphs:
         is_changed = [_is_changed(tensor) for tensor in _tensors(arguments)]
 
         def stage(*tensors: Tensor) -> Any:
+            self._has_begun = capturing()
             given, own = tensors[: len(is_changed)], tensors[len(is_changed) :]
             copies = iter([t.clone() if changed else t for t, changed in zip(given, is_changed, strict=True)])
             pairs = zip(arguments, is_tensor, strict=True)
@@ -268,6 +269,11 @@ class CudaGraphs:
             return tree_unflatten([next(made) if leaf is _TENSOR else leaf for leaf in template], spec)
 
         return replayed
+
+
+def capturing() -> bool:
+    """Whether operations are recorded now, and not run."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class Launch:

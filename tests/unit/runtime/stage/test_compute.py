@@ -195,18 +195,29 @@ def test_a_stage_without_trained_parameters_is_tried_too(caplog: pytest.LogCaptu
     assert "results differ by 0.0e+00" in caplog.text
 
 
-@pytest.mark.parametrize("during", ["trial", "capture"])
+@pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize(
     ("error", "words"), [(torch.OutOfMemoryError(), "memory"), (RuntimeError("called a wait\nat x"), "a wait")]
 )
 def test_auto_does_without_graphs_that_can_not_be_captured(
-    error: Exception, words: str, during: str, caplog: pytest.LogCaptureFixture
+    error: Exception,
+    words: str,
+    begun: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After a capture that failed for another reason than memory, torch's allocator would keep what is freed."""
+
+    def make_graphed(stage: Callable[..., Any], samples: Sequence[Tensor], **options: Any) -> None:
+        stage(*samples)  # runs once as usual, to warm up, and then is captured
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", make_graphed)
+    monkeypatch.setattr(compute, "capturing", lambda: begun)
+    monkeypatch.setattr(compute, "Trial", lambda *_: MadeTrial(0.0, 1.3))
     found, forced = computing(graph="auto"), computing(graph="on")
-    place = (compute.Trial, "result") if during == "trial" else (CudaGraphs, "capture")
-    with caplog.at_level("INFO"), mock.patch.object(*place, side_effect=error):
-        if during == "capture" and words == "a wait":
+    with caplog.at_level("INFO"):
+        if begun and words == "a wait":
             with pytest.raises(RuntimeError, match="stage 1 can't be captured as CUDA graphs"):
                 forwards(found, 5)
         else:
@@ -217,9 +228,22 @@ def test_auto_does_without_graphs_that_can_not_be_captured(
             forwards(forced, 4)
 
 
+def test_what_fails_after_the_capture_leaves_no_capture_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(MadeTrial):
+        def seconds(self, call: object) -> float:
+            raise RuntimeError("no events here")
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda stage, samples, **_: stage(*samples) and stage)
+    monkeypatch.setattr(compute, "capturing", lambda: True)
+    monkeypatch.setattr(compute, "Trial", lambda *_: Failing(0.0, 1.3))
+    found = computing(graph="auto")
+    forwards(found, 5)
+    assert not found.overwrites
+
+
 @pytest.mark.parametrize(
     ("differs", "noise", "deterministic", "is_on"),
-    [(0.0, 0.0, True, True), (1e-7, 0.0, True, False), (1e-7, 0.0, False, True), (0.5, 0.5, False, False)],
+    [(0.0, 0.0, True, True), (1e-7, 0.0, True, False), (1e-7, 0.0, False, True), (0.05, 0.05, False, False)],
 )
 def test_a_replay_must_equal_a_forward_that_is_the_same_each_time(
     differs: float, noise: float, deterministic: bool, is_on: bool

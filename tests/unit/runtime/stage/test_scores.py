@@ -165,6 +165,11 @@ def test_metrics_of_the_next_token_have_the_loss_s_targets(field: str) -> None:
     scorer.add(logits, {field: tokens}, len(tokens))
     assert metric_values(scorer.score.totals)["top1"] == 1.0
     assert metric_values(scorer.score.totals)["perplexity"] == pytest.approx(1.0, abs=1e-6)
+    wrong = logits.roll(1, -1)  # of every token but 5, which does not count
+    wrong[tokens.roll(-1, 1) == 5] = logits[tokens.roll(-1, 1) == 5]
+    scorer = make_scorer("top1", LossOptions("next-token", ignore_index=5))
+    scorer.add(wrong, {field: tokens}, len(tokens))
+    assert metric_values(scorer.score.totals)["top1"] == 0.0
 
 
 def _tokens() -> tuple[Tensor, dict[str, Tensor]]:
