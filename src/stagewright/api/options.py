@@ -100,8 +100,7 @@ class TrainOptions(TypedDict, total=False):
     """samples per update (the global batch) (default: 64; less for little data, more on several GPUs)"""
 
     microbatches: int | None
-    """microbatches per batch (default: 2 x most replicas, or replicas of one stage; more if the batch needs
-    it)"""
+    """microbatches per batch (default: twice the replicas of the widest stage, or those of the only one)"""
 
     ignore_index: int | None
     """a label that does not count (default: -100, where a sample has many)"""
@@ -248,7 +247,7 @@ class TrainOptions(TypedDict, total=False):
     """batches between evaluations (0: only at the end) (default: with --val, an epoch)"""
 
     early_stop: int | None
-    """stop after N evaluations without a better --best (which is then loss by default)"""
+    """stop after N evaluations without a better --best (default metric: loss)"""
 
     log_every: int
     """batches between log lines (default: 10)"""

@@ -34,8 +34,8 @@ class Printed:
 
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> Printed:
     """Run a command to its end with these variables as well; RunFailed with its last line where it fails."""
-    began, lines = time.monotonic(), list[tuple[float, str]]()
     variables = {**os.environ, **environment, "PYTHONUNBUFFERED": "1"}
+    began, lines = time.monotonic(), list[tuple[float, str]]()
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True) as process,

@@ -176,7 +176,7 @@ class PlanConfig(Section):
     microbatches: int | None = option(
         None,
         "--microbatches",
-        "microbatches per batch (default: 2 x most replicas, or replicas of one stage; more if the batch needs it)",
+        "microbatches per batch (default: twice the replicas of the widest stage, or those of the only one)",
         least=1,
     )
 
@@ -341,7 +341,7 @@ class RunConfig(Section):
     early_stop: int | None = option(
         None,
         "--early-stop",
-        "stop after N evaluations without a better --best (which is then loss by default)",
+        "stop after N evaluations without a better --best (default metric: loss)",
         least=1,
     )
     log_every: int = option(10, "--log-every", "batches between log lines", least=1)

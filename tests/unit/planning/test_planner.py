@@ -91,6 +91,12 @@ def test_the_best_plan_without_lag_is_among_the_candidates_where_it_is_asked_for
     assert rates == sorted(rates, reverse=True) and not both.best.plan.is_synchronous
 
 
+def test_a_shape_that_both_searches_find_is_listed_once() -> None:
+    choice = choose(setting("alexnet", "titan-v-8", devices=4), 256, synchronous=True)
+    shapes = [(candidate.plan.mode, candidate.plan.shape) for candidate in choice.candidates]
+    assert len(set(shapes)) == len(shapes) and any(mode is Mode.SYNC for mode, _ in shapes)
+
+
 def with_memory(where: Setting, mib: int) -> Setting:
     def devices(kind: str):  # type: ignore[no-untyped-def]
         return replace(shipped().device(kind), memory=mib * MIB)

@@ -18,9 +18,10 @@ import stagewright
 from stagewright.cli.main import main
 from stagewright.errors import Interrupted
 from stagewright.events import ShareSaved
+from stagewright.model.prove import Differs
 from stagewright.run.folder import run_lock
 from stagewright.run.prepare import prepare
-from stagewright.run.resume import find_checkpoint, keeps_plan, resumed_config
+from stagewright.run.resume import find_checkpoint, keeps_plan, require_cuts, resumed_config
 from stagewright.run.train import Result
 from stagewright.runtime.checkpoint import save as saver
 from stagewright.runtime.checkpoint.commit import Committer
@@ -216,6 +217,15 @@ def test_refuses_options_that_do_not_fit_the_checkpoint(
     line = fails(capsys, "train", "--resume", str(half), *arguments)
     assert all(word in line for word in words), line
     assert sorted(path.name for path in half.iterdir()) == before  # nothing was touched
+
+
+def test_another_way_of_cutting_may_know_the_cuts_of_a_checkpoint(half: Path) -> None:
+    """So it is a difference, after which the next way is tried, and no error that ends the search."""
+    resume = find_checkpoint(str(half))
+    plan = resume.checkpoint.manifest.plan
+    require_cuts(resume, plan, ["0", "3"])
+    with pytest.raises(Differs, match="before '3'"):
+        require_cuts(resume, plan, ["blocks.0", "blocks.1"])
 
 
 def test_refuses_a_run_without_an_intact_checkpoint(capsys: pytest.CaptureFixture[str], half: Path) -> None:

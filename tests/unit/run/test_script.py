@@ -55,25 +55,27 @@ def test_a_script_without_an_engine_is_told_that_its_options_changed_nothing(
     assert shown.out == "hello\n" and "made no stagewright.Engine" in shown.err
 
 
-def test_an_option_that_an_engine_does_not_take_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("source", "code", "said"),
+    [
+        ("import stagewright, torch; stagewright.Engine(torch.nn.Linear(2, 2))", 2, ("no --epochs", "own after --")),
+        ("raise KeyError('mine')", 1, ("Traceback", "mine")),
+    ],
+    ids=["of use", "of the script"],
+)
+def test_an_error_of_use_is_one_line_and_one_of_the_script_has_its_traceback(
+    source: str,
+    code: int,
+    said: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     keep_process(monkeypatch)
     file = tmp_path / "own.py"
-    file.write_text("import stagewright, torch\nstagewright.Engine(torch.nn.Linear(2, 2))")
+    file.write_text(source)
     with pytest.raises(SystemExit) as ended:
         main(["run", str(file), "--set", "run.epochs=1"])
     error = capsys.readouterr().err
-    assert ended.value.code == 2 and error.count("\n") == 1
-    assert "takes no --epochs" in error and "the script's own after --" in error
-
-
-def test_an_error_of_the_scripts_own_keeps_its_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    keep_process(monkeypatch)
-    file = tmp_path / "own.py"
-    file.write_text("raise KeyError('mine')")
-    with pytest.raises(SystemExit) as ended:
-        main(["run", str(file)])
-    assert ended.value.code == 1 and "Traceback" in capsys.readouterr().err
+    assert ended.value.code == code and all(part in error for part in said)
+    assert (error.count("\n") == 1) is (code == 2)
