@@ -271,7 +271,7 @@ COMMANDS = (
     ),
     Command(
         *("run", "train:run_script", "run a script whose stagewright.Engine trains over stages"),
-        usage="SCRIPT [options] [-- ARGUMENT ...]",
+        usage="SCRIPT [-- ARGUMENT ...]",
         arguments=(Argument("script", "SCRIPT", "a Python file; its own arguments follow --"),),
         options=(*_CONFIGURED, *take_sections("plan", "checkpoint", "run", "nodes")),
         has_json=False,

@@ -150,3 +150,8 @@ def test_a_file_gives_what_it_changes_and_a_flag_whatever_it_is(tmp_path: Path) 
     layers, given = read_layers(make_parser().parse_args(words))
     assert given == {"optimizer.lr", "run.seed", "run.loss_scale"}
     assert layers[0] == {"optimizer": {"momentum": 0.9, "lr": 0.5}}
+
+
+def test_options_of_run_come_before_those_of_the_script() -> None:
+    """What follows -- belongs to the script."""
+    assert COMMANDS_BY_NAME["run"].described["usage"] == "stagewright run SCRIPT [options] [-- ARGUMENT ...]"

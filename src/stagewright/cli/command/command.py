@@ -116,8 +116,10 @@ class Command:
     @property
     def described(self) -> dict[str, Any]:
         """What argparse shows beside the options."""
+        own, dashes, rest = self.usage.partition("[-- ")  # options come before what belongs to somebody else
+        words = ("stagewright", self.name, own.strip(), "[options]" * bool(self.takes), dashes + rest)
         return {
-            "usage": " ".join(filter(None, ("stagewright", self.name, self.usage, "[options]" * bool(self.takes)))),
+            "usage": " ".join(filter(None, words)),
             "description": self.description or f"{self.help[0].upper()}{self.help[1:]}.",
         }
 
