@@ -152,10 +152,14 @@ def choose(
     pool.fill()
     finished = pool.finished()
     if synchronous and finished and not _fewest_stages(finished).plan.is_synchronous:
-        alone = _Pool(sorted_setting, batch, (Mode.SYNC,), microbatches, None, effort, progress, is_whole=whole)
+
+        def without_lag(text: str) -> None:
+            progress(f"without lag: {text}")
+
+        alone = _Pool(sorted_setting, batch, (Mode.SYNC,), microbatches, None, effort, without_lag, is_whole=whole)
         alone.fill()
-        if without_lag := alone.finished():
-            best_alone = _fewest_stages(without_lag)
+        if found_alone := alone.finished():
+            best_alone = _fewest_stages(found_alone)
             shape = best_alone.plan.mode, best_alone.plan.shape
             finished = [*(one for one in finished if (one.plan.mode, one.plan.shape) != shape), best_alone]
     found = [_renamed(prediction, order) for prediction in finished]
