@@ -25,9 +25,9 @@ from tests.waiting import LONG
 ROOT = Path(stagewright.__file__).parent
 Source = Mapping[str, str]  # the text of every file, by its path below the package
 
-TOP_LEVEL = {"__init__", "__main__", "errors", "events", "files", "metrics", "objects"}
+TOP_LEVEL = {"__init__", "__main__", "errors", "events", "files", "metrics", "objects", "voice"}
 MOST_FILES = 16  # of one folder
-BASICS = {"errors", "events", "files", "metrics", "objects"}
+BASICS = {"errors", "events", "files", "metrics", "objects", "voice"}
 TRAINING = {*BASICS, "cluster", "config", "data", "model", "plan.plan", "schedule", "runtime"}
 RUNTIME = {f"runtime.{folder}" for folder in ("comm", "stage", "checkpoint", "multinode", "process")}
 BELOW_RUN = {*TRAINING, *RUNTIME, "runtime.script", "plan", "profile", "planning", "hardware", "report", "report.live"}
@@ -40,9 +40,10 @@ ALLOWED: dict[str, set[str]] = {
     "files": set(),
     "metrics": {"errors"},
     "objects": {"errors"},
-    "config": {"errors", "files"},
-    "cluster": {"errors", "files", "metrics"},
-    "model": {"errors", "files", "metrics", "objects", "model.networks"},
+    "voice": set(),
+    "config": {"errors", "voice", "files"},
+    "cluster": {"errors", "voice", "files", "metrics"},
+    "model": {"errors", "voice", "files", "metrics", "objects", "model.networks"},
     "model.networks": set(),
     "data": {*BASICS, "data.formats"},
     "data.formats": BASICS,
