@@ -60,69 +60,6 @@ MESH_8 = topo(
 SWITCHED_4 = topo(["X NV12 NV12 NV12", "NV12 X NV12 NV12", "NV12 NV12 X NV12", "NV12 NV12 NV12 X"], nics=1)
 BRIDGED_4 = topo(["X NV4 PHB PHB", "NV4 X PHB PHB", "PHB PHB X NV4", "PHB PHB NV4 X"], tabs=False)
 
-_NEW = {"versions": "| NVIDIA-SMI {0}              Driver Version: {0}      CUDA Version: {1}     |"}
-_NEWEST = {"versions": "| NVIDIA-SMI {0}              KMD Version: {0}     CUDA UMD Version: {1}     |"}
-FORMS = {"new": _NEW, "newest": _NEWEST}
-
-
-def smi(
-    name: str,
-    mib: int,
-    count: int,
-    *,
-    form: str = "new",
-    mig: str = "N/A",
-    power: str = "25W / 350W",
-    processes: Sequence[str] = (),
-    names: Mapping[int, str] | None = None,
-) -> str:
-    """The table of a box of equal cards, or of cards with other `names`."""
-    line = "+-----------------------------------------+------------------------+----------------------+"
-    lines = ["Sun Nov 15 12:00:00 2026", line, FORMS[form]["versions"].format("550.54.15", "12.4"), line]
-    lines += [
-        "| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |",
-        "| Fan  Temp   Perf          Pwr:Usage/Cap |           Memory-Usage | GPU-Util  Compute M. |",
-        "|                                         |                        |               MIG M. |",
-        "|=========================================+========================+======================|",
-    ]
-    for index in range(count):
-        shown = (names or {}).get(index, name)
-        lines += [
-            f"|   {index}  {shown:<32}Off |   00000000:{index + 1:02X}:00.0 Off |                  N/A |",
-            f"| 30%   45C    P8              {power} |      10MiB /  {mib}MiB |      0%      Default |",
-            f"|                                         |                        |             {mig:>8} |",
-            line,
-        ]
-    lines += [
-        "",
-        "+----+",
-        "| Processes:          |",
-        "|  GPU   GI   CI    PID   Type   Process name   GPU Memory |",
-        "|===|",
-    ]
-    return "\n".join([*lines, *(processes or ["|  No running processes found      |"]), "+----+", ""])
-
-
-OLD_SMI = """\
-+-----------------------------------------------------------------------------+
-| NVIDIA-SMI 396.24                 Driver Version: 396.24                    |
-|-------------------------------+----------------------+----------------------+
-| GPU  Name        Persistence-M| Bus-Id        Disp.A | Volatile Uncorr. ECC |
-| Fan  Temp  Perf  Pwr:Usage/Cap|         Memory-Usage | GPU-Util  Compute M. |
-|===============================+======================+======================|
-|   0  GeForce RTX 208...  Off  | 00000000:24:00.0  On |                  N/A |
-|  0%   43C    P0    N/A / N/A  |   1917MiB / 11019MiB |      0%      Default |
-+-------------------------------+----------------------+----------------------+
-
-+-----------------------------------------------------------------------------+
-| Processes:                                                       GPU Memory |
-|  GPU       PID   Type   Process name                             Usage      |
-|=============================================================================|
-|    0       489      G   /usr/bin/X                                  1025MiB |
-|    0      2211    C+G   /opt/a long name/of a job                    313MiB |
-+-----------------------------------------------------------------------------+
-"""
-
 
 def smi_xml(
     name: str,
@@ -133,8 +70,12 @@ def smi_xml(
     mig: str = "N/A",
     watts: tuple[int, int] = (350, 350),
     is_old: bool = False,
+    names: Mapping[int, str] | None = None,
 ) -> str:
-    """What `nvidia-smi -q -x` prints for equal cards, less most of it; a link is a generation and a width."""
+    """What `nvidia-smi -q -x` prints for equal cards (or others with `names`), less most of it.
+
+    A link is a generation and a width.
+    """
     power, limit = ("power_readings", "enforced") if is_old else ("gpu_power_readings", "current")
     lines = ['<?xml version="1.0" ?>', '<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">', "<nvidia_smi_log>"]
     lines += ["\t<timestamp>Mon Nov 16 12:00:00 2026</timestamp>", "\t<driver_version>550.54.15</driver_version>"]
@@ -143,7 +84,7 @@ def smi_xml(
     for index in range(count):
         lines += [
             f'\t<gpu id="00000000:{index + 1:02X}:00.0">',
-            f"\t\t<product_name>{name}</product_name>",
+            f"\t\t<product_name>{(names or {}).get(index, name)}</product_name>",
             f"\t\t<mig_mode><current_mig>{mig}</current_mig><pending_mig>{mig}</pending_mig></mig_mode>",
             f"\t\t<uuid>GPU-0000000{index}</uuid>",
             "\t\t<pci><pci_gpu_link_info>",

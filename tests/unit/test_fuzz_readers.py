@@ -48,7 +48,7 @@ from stagewright.run.report import make_page, read_rank_map, take_snapshot, writ
 from stagewright.runtime.multinode.nodes import cluster_of, read_nodes, read_token
 from tests.limits import cpu_time, more_memory
 from tests.made_runs import make_run, usage
-from tests.smi_texts import TITAN_8, smi, smi_xml
+from tests.smi_texts import TITAN_8, smi_xml
 from tests.unit.bench.test_compare import QUIET, outcome, row
 from tests.unit.profile.test_pipedream import GRAPH
 
@@ -437,7 +437,7 @@ READERS = {
         lambda text, path: ["profile", "m", "--samples", "16", "--pipedream", _file(text, path)],
     ),
     "topo": _smi_reader("topo", TITAN_8),
-    "smi": _smi_reader("smi", smi("NVIDIA TITAN V", 12288, 1), smi_xml("NVIDIA TITAN V", 12288, 1)),
+    "smi": _smi_reader("smi", smi_xml("NVIDIA TITAN V", 12288, 1)),
     "suite": Reader(
         _read_suite,
         [(BENCH / "suites/quick.toml").read_text()],

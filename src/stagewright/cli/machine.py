@@ -24,6 +24,7 @@ from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console, plain, plain_table, print_lines, print_rows, say
 from stagewright.run.inspect import Inspection, inspect_model
 from stagewright.run.profile import import_profile, measure_profile
+from stagewright.voice import Voice
 
 _WAYS = {
     "graph": "between the calls of its forward",
@@ -35,7 +36,7 @@ _WAYS = {
 
 def run_doctor(parsed: argparse.Namespace) -> None:
     with ProgressLine("checking this machine") as progress:
-        found = check_machine(parsed.data, measures=not parsed.fast, progress=progress)
+        found = check_machine(parsed.data, measures=not parsed.fast, voice=Voice(progress=progress))
     if parsed.json:
         print(json.dumps(found.describe()))
     else:

@@ -465,7 +465,7 @@ COMMANDS = (
     ),
     Command(
         *("cluster import", "cluster:run_import", "make a cluster file of a machine"),
-        "Make a cluster file from the output of nvidia-smi topo -m and nvidia-smi, or of this machine.",
+        "Make a cluster file from the output of nvidia-smi topo -m and nvidia-smi -q -x, or of this machine.",
         "--topo FILE --smi FILE [options]\n       stagewright cluster import --here",
         options=(
             *take("--topo --smi --here"),

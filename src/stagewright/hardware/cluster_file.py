@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -94,15 +94,14 @@ class ImportOptions:
 
 
 def import_texts(topo: str | None, smi: str | None, options: ImportOptions) -> MachineFile:
-    """A machine from saved output of `nvidia-smi topo -m` and `nvidia-smi`: files or `-`; one file may hold both."""
+    """A machine from saved output of `nvidia-smi topo -m` and `-q -x`: files or `-`; one file may hold both."""
     texts = {path: read_smi_text(path) for path in dict.fromkeys((topo, smi)) if path is not None}
-    topology = parse_topology(texts[topo]) if topo is not None else None
+    topology = None if topo is None else parse_topology(texts[topo])
     if smi is not None:
-        found = parse_smi(texts[smi])
-        gpus, software = found.gpus, f"driver {found.driver}" + (f", CUDA {found.cuda}" if found.cuda else "")
+        gpus, software = parse_smi(texts[smi])
     elif topology is not None and options.device is not None:
         gpus = tuple(Gpu(index, f"GPU {index}", options.device) for index in range(len(topology)))
-        software = "no nvidia-smi table"
+        software = "no output of nvidia-smi -q -x"
     else:
         raise UserError("the kind of GPU is unknown: give --smi FILE, or --topo FILE with --device NAME")
     return _make(gpus, topology, software, None if topology is None else topology.processors, options)
@@ -110,14 +109,14 @@ def import_texts(topo: str | None, smi: str | None, options: ImportOptions) -> M
 
 def import_this_machine(options: ImportOptions) -> MachineFile:
     """This machine, as its driver describes it."""
+    instead = "give --topo FILE and --smi FILE"
     try:
-        nvml = open_nvml()
+        with open_nvml() as nvml:
+            gpus, topology, driver = read_gpus(nvml), read_topology(nvml), nvml.ask("nvmlSystemGetDriverVersion")
     except NoNvml as error:
-        raise UserError(f"can't read this machine's GPUs ({error}); give --topo FILE and --smi FILE") from error
-    with nvml:
-        gpus, topology, driver = read_gpus(nvml), read_topology(nvml), nvml.ask("nvmlSystemGetDriverVersion")
+        raise UserError(f"can't read this machine's GPUs ({error}); {instead}") from error
     if not gpus:
-        raise UserError("this machine has 0 GPUs; give --topo FILE and --smi FILE of a machine with GPUs")
+        raise UserError(f"this machine has 0 GPUs; {instead} of a machine with GPUs")
     return _make(gpus, topology, f"driver {driver}", num_cores(), options)
 
 
@@ -133,18 +132,15 @@ def checked_toml(machine: MachineFile) -> str:
 
 def find_device(catalog: Catalog, name: str, memory: int | None) -> str:
     """The catalog's name of a GPU, by the driver's name and, where several share it, by memory."""
-    is_whole = not name.endswith("...")
-    plain = _plain(name.removesuffix("...")) + (" " if is_whole else "")  # whole words, unless it is cut short
+    plain = f"{_plain(name)} "  # whole words
     found = {
         spec.name: spec
         for known, spec in catalog.devices.items()
         if any(f"{_plain(text)} ".startswith(plain) for text in (known, spec.title))
     }
     near = [spec for spec in found.values() if memory is None or abs(spec.memory / memory - 1) < _TOLERANCE]
-    if len(near) == 1:
-        return near[0].name
-    if memory is not None and near:
-        return min(near, key=lambda spec: abs(spec.memory - memory)).name
+    if near and (memory is not None or len(near) == 1):
+        return min(near, key=lambda spec: abs(spec.memory - (memory or 0))).name
     mib = "" if memory is None else f" with {memory // MIB} MiB"
     others = ", ".join(f"{spec.name} ({spec.memory // MIB} MiB)" for spec in found.values())
     known_names = {spec.name for spec in catalog.devices.values()} - {"cpu"}
@@ -186,7 +182,9 @@ def _wanted(gpus: Sequence[Gpu], topology: Topology | None, options: ImportOptio
     """The indices of the GPUs to import, which a cluster file can describe."""
     count = len(gpus)
     if topology is not None and len(topology) != count:
-        raise UserError(f"the topology has {len(topology)} GPUs but the table {count}; save both on the same machine")
+        raise UserError(
+            f"the topology has {len(topology)} GPUs but nvidia-smi -q -x shows {count}; save both on the same machine"
+        )
     if topology is None and count > 1 and (options.gpus is None or len(options.gpus) > 1):
         raise UserError(f"{count} GPUs but nothing says how they are connected; give --topo FILE as well")
     indices = list(range(count) if options.gpus is None else options.gpus)
@@ -204,36 +202,17 @@ def _make(
     gpus: Sequence[Gpu], topology: Topology | None, software: str, cores: int | None, options: ImportOptions
 ) -> MachineFile:
     """A machine with these GPUs and cores; `software` names its versions, for the title."""
-    catalog = shipped()
     indices = _wanted(gpus, topology, options)
     kept = [gpus[index] for index in indices]
-    topology = Topology(((SELF,),)) if topology is None else topology.only(indices)
-    names = [options.device or find_device(catalog, gpu.name, gpu.memory) for gpu in kept]
-    other = next((place for place, name in enumerate(names) if name != names[0]), None)
-    if other is not None:
-        raise UserError(
-            f"GPU {indices[0]} is a {names[0]} and GPU {indices[other]} a {names[other]}; a machine of a cluster file "
-            "has one kind of GPU, so import each kind with --gpus"
-        )
-    spec = catalog.device(names[0])
-    width = min((gpu.pcie_width for gpu in kept if gpu.pcie_width is not None), default=None)
-    slowest = min((gpu.pcie_generation for gpu in kept if gpu.pcie_generation is not None), default=None)
+    spec = _only_spec(kept, options.device)
+    width, slowest = (
+        min((number for gpu in kept if (number := getattr(gpu, name)) is not None), default=None)
+        for name in ("pcie_width", "pcie_generation")
+    )
     generation = options.pcie or slowest or spec.pcie
-    levels = make_levels(topology, spec, generation, (width or _FULL_WIDTH) / _FULL_WIDTH)
-    remarks = [f"Imported {time.strftime('%Y-%m-%d')}; stagewright plan MODEL --cluster FILE --batch B"]
-    if any(level.link.startswith("pcie") for level in levels) and width is None:
-        source = "as given" if options.pcie else "the best that the GPU supports"
-        remarks.append(f"PCIe {generation}.0 x16 is {source}: only nvidia-smi -q -x shows the slot; lanes = 0.5 is x8.")
-    remarks += [
-        f"GPU {gpu.index} is capped at {gpu.power_limit:.0f} of {gpu.power_default:.0f} W; predictions assume no cap."
-        for gpu in kept
-        if gpu.is_capped
-    ]
-    numbers = [gpu.index for gpu in kept]
-    if numbers != list(range(len(gpus))):
-        remarks.append(f"The devices of this file are GPUs {', '.join(map(str, numbers))} of the machine.")
-    if options.cores is None and cores:
-        remarks.append("Cores are counted as the system does: a core with two threads counts twice.")
+    connections = Topology(((SELF,),)) if topology is None else topology.only(indices)
+    levels = make_levels(connections, spec, generation, (width or _FULL_WIDTH) / _FULL_WIDTH)
+    guessed = generation if width is None and any(level.link.startswith("pcie") for level in levels) else None
     return MachineFile(
         options.name,
         f"{len(kept)} x {kept[0].name}, {software}",
@@ -243,8 +222,40 @@ def _make(
         options.cores or cores,
         options.count,
         options.network,
-        tuple(remarks),
+        tuple(_remarks(kept, len(gpus), guessed, cores, options)),
     )
+
+
+def _remarks(
+    kept: Sequence[Gpu], count: int, guessed: int | None, cores: int | None, options: ImportOptions
+) -> Iterator[str]:
+    """What the file assumes; `guessed` is the generation of slots that nothing shows."""
+    yield f"Imported {time.strftime('%Y-%m-%d')}; stagewright plan MODEL --cluster FILE --batch B"
+    if guessed is not None:
+        source = "as given" if options.pcie else "the best that the GPU supports"
+        yield f"PCIe {guessed}.0 x16 is {source}: only nvidia-smi -q -x shows the slot; lanes = 0.5 is x8."
+    for gpu in kept:
+        if gpu.is_capped:
+            cap = f"{gpu.power_limit:.0f} of {gpu.power_default:.0f} W"
+            yield f"GPU {gpu.index} is capped at {cap}; predictions assume no cap."
+    numbers = [gpu.index for gpu in kept]
+    if numbers != list(range(count)):
+        yield f"The devices of this file are GPUs {', '.join(map(str, numbers))} of the machine."
+    if options.cores is None and cores:
+        yield "Cores are counted as the system does: a core with two threads counts twice."
+
+
+def _only_spec(gpus: Sequence[Gpu], device: str | None) -> DeviceSpec:
+    """The one kind of device that these GPUs are, or are said to be."""
+    catalog = shipped()
+    names = [device or find_device(catalog, gpu.name, gpu.memory) for gpu in gpus]
+    for gpu, name in zip(gpus, names, strict=True):
+        if name != names[0]:
+            raise UserError(
+                f"GPU {gpus[0].index} is a {names[0]} and GPU {gpu.index} a {name}; a machine of a cluster file has "
+                "one kind of GPU, so import each kind with --gpus"
+            )
+    return catalog.device(names[0])
 
 
 def _plain(name: str) -> str:

@@ -18,9 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stagewright.events import GpuUsage, Usage, read_usage
+from stagewright.events import GpuUsage, RankUsage, Usage, read_usage
 from stagewright.hardware.gpu import NoNvml, Nvml, open_nvml
 from stagewright.hardware.meters import GpuMeter, HostMeter, RankProcess, name_of
+from stagewright.voice import SILENT, Voice
 
 FULL_SECONDS = 3600.0  # every sample of this first hour becomes a line; later only some do, so that files stay small
 _SPARSE = 10  # one line for so many samples, after that
@@ -38,7 +39,7 @@ class Monitor:
         ranks: Callable[[], Sequence[RankProcess]],
         find_gpus: Callable[[Nvml], Collection[str]] | None,
         listen: Callable[[Usage], None],
-        warn: Callable[[str], None],
+        voice: Voice = SILENT,
         start: int = 0,
     ) -> None:
         self.totals = Totals()
@@ -49,7 +50,7 @@ class Monitor:
         self._ranks = ranks
         self._find_gpus = find_gpus  # None: the run uses no GPUs
         self._listen = listen
-        self._warn = warn
+        self._voice = voice
         self._start = start  # batch that the run resumes from
         self._warned: set[str] = set()
         self._ended = threading.Event()
@@ -108,8 +109,7 @@ class Monitor:
 
     def _write(self, usage: Usage, is_last: bool) -> None:
         """Append a line, or skip it in a long run."""
-        is_sparse = self.samples * self.every > FULL_SECONDS and self.samples % _SPARSE
-        if is_sparse and not is_last:
+        if self.samples * self.every > FULL_SECONDS and self.samples % _SPARSE and not is_last:
             return
         try:
             with self._path.open("a") as file:
@@ -135,7 +135,7 @@ class Monitor:
     def _warn_once(self, warning: str) -> None:
         if warning not in self._warned:
             self._warned.add(warning)
-            self._warn(warning)
+            self._voice.warn(warning)
 
 
 class Totals:
@@ -143,9 +143,7 @@ class Totals:
 
     def __init__(self) -> None:
         self._gpus: dict[str, _GpuTotals] = {}
-        self._peaks: dict[int, int] = {}
-        self._torch_peaks: dict[int, int] = {}
-        self._cores: dict[int, _Mean] = {}
+        self._ranks: dict[int, _RankTotals] = {}
         self._machine = _Mean()
         self._memory = self._samples = 0
         self._seconds = 0.0
@@ -161,35 +159,23 @@ class Totals:
         for gpu in usage.gpus:
             self._gpus.setdefault(gpu.uuid, _GpuTotals(gpu)).add(gpu, seconds)
         for rank in usage.ranks:
-            self._peaks[rank.rank] = max(self._peaks.get(rank.rank, 0), rank.memory)
-            self._cores.setdefault(rank.rank, _Mean()).add(rank.cores, seconds)
-            if rank.torch_memory is not None:
-                self._torch_peaks[rank.rank] = max(self._torch_peaks.get(rank.rank, 0), rank.torch_memory)
+            self._ranks.setdefault(rank.rank, _RankTotals()).add(rank, seconds)
 
     def describe(self) -> dict[str, Any]:
         """The totals as summary.json holds them; unknown values are None."""
-        gpus = self._gpus.values()
-        energies = [gpu.energy for gpu in gpus if gpu.energy is not None]
-        powers = [gpu.power.value for gpu in gpus if gpu.power.value is not None]
+        gpus = [gpu.describe() for gpu in self._gpus.values()]
+        energies, powers = ([gpu[name] for gpu in gpus if gpu[name] is not None] for name in ("energy", "mean_power"))
         return {
             "moments": self._samples,
             "seconds": self._seconds,
             "peak_machine_memory": self._memory,
             "mean_machine_cores": self._machine.value,
-            "ranks": [
-                {
-                    "rank": rank,
-                    "peak_memory": peak,
-                    "peak_torch_memory": self._torch_peaks.get(rank),
-                    "mean_cores": self._cores[rank].value,
-                }
-                for rank, peak in sorted(self._peaks.items())
-            ],
-            "gpus": [gpu.describe() for gpu in gpus],
+            "ranks": [{"rank": rank} | totals.describe() for rank, totals in sorted(self._ranks.items())],
+            "gpus": gpus,
             "mean_power": sum(powers) if powers else None,
             "energy": sum(energies) if energies else None,
-            "throttled_seconds": max((gpu.throttled_seconds for gpu in gpus), default=None),
-            "foreign": max((gpu.foreign for gpu in gpus), default=None),
+            "throttled_seconds": max((gpu["throttled_seconds"] for gpu in gpus), default=None),
+            "foreign": max((gpu["foreign"] for gpu in gpus), default=None),
         }
 
 
@@ -209,56 +195,72 @@ class _Mean:
         return self.sum / self.seconds if self.seconds else None
 
 
+class _RankTotals:
+    """One rank over a whole run."""
+
+    def __init__(self) -> None:
+        self._memory, self._cores = 0, _Mean()
+        self._torch_memory: int | None = None
+
+    def add(self, usage: RankUsage, seconds: float) -> None:
+        self._memory = max(self._memory, usage.memory)
+        self._torch_memory = _most(self._torch_memory, usage.torch_memory)
+        self._cores.add(usage.cores, seconds)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "peak_memory": self._memory,
+            "peak_torch_memory": self._torch_memory,
+            "mean_cores": self._cores.value,
+        }
+
+
 class _GpuTotals:
     """One GPU over a whole run."""
 
     def __init__(self, usage: GpuUsage) -> None:
-        self.uuid, self.index = usage.uuid, usage.index
-        self.peak_memory: int | None = None
-        self.peak_temperature: float | None = None
-        self.utilisation, self.power = _Mean(), _Mean()
-        self.throttled: dict[str, float] = {}  # seconds by reason
-        self.throttled_seconds = 0.0  # for any reason
-        self.foreign = 0  # most processes at a time that are not of this run
+        self._gpu = usage
+        self._memory: int | None = None
+        self._temperature: float | None = None
+        self._utilisation, self._power = _Mean(), _Mean()
+        self._throttled: dict[str, float] = {}  # seconds by reason
+        self._throttled_seconds = 0.0  # for any reason
+        self._foreign = 0  # most processes at a time that are not of this run
         self._counted = 0.0  # joules, by the GPU's energy counter
         self._before: float | None = None
 
     def add(self, usage: GpuUsage, seconds: float) -> None:
-        self.peak_memory = _most(self.peak_memory, usage.memory)
-        self.peak_temperature = _most(self.peak_temperature, usage.temperature)
-        self.foreign = max(self.foreign, usage.foreign)
-        self.utilisation.add(usage.utilisation, seconds)
-        self.power.add(usage.power, seconds)
+        self._memory = _most(self._memory, usage.memory)
+        self._temperature = _most(self._temperature, usage.temperature)
+        self._foreign = max(self._foreign, usage.foreign)
+        self._utilisation.add(usage.utilisation, seconds)
+        self._power.add(usage.power, seconds)
         for reason in usage.throttled:
-            self.throttled[reason] = self.throttled.get(reason, 0.0) + seconds
-        self.throttled_seconds += seconds if usage.throttled else 0.0
-        if usage.energy is not None and self._before is not None:
-            self._counted += max(usage.energy - self._before, 0.0)  # a reloaded driver counts from 0 again
-        self._before = usage.energy if usage.energy is not None else self._before
-
-    @property
-    def energy(self) -> float | None:
-        """Joules: by the GPU's counter, else from its power."""
-        return self._counted if self._before is not None else self.power.sum if self.power.seconds else None
+            self._throttled[reason] = self._throttled.get(reason, 0.0) + seconds
+        self._throttled_seconds += seconds if usage.throttled else 0.0
+        if usage.energy is not None:
+            before = usage.energy if self._before is None else self._before
+            self._counted += max(usage.energy - before, 0.0)  # a reloaded driver counts from 0 again
+            self._before = usage.energy
 
     def describe(self) -> dict[str, Any]:
+        by_power = self._power.sum if self._power.seconds else None
         return {
-            "uuid": self.uuid,
-            "index": self.index,
-            "peak_memory": self.peak_memory,
-            "mean_utilisation": self.utilisation.value,
-            "mean_power": self.power.value,  # watts
-            "energy": self.energy,
-            "peak_temperature": self.peak_temperature,
-            "throttled": self.throttled,
-            "throttled_seconds": self.throttled_seconds,
-            "foreign": self.foreign,
+            "uuid": self._gpu.uuid,
+            "index": self._gpu.index,
+            "peak_memory": self._memory,
+            "mean_utilisation": self._utilisation.value,
+            "mean_power": self._power.value,  # watts
+            "energy": by_power if self._before is None else self._counted,  # joules
+            "peak_temperature": self._temperature,
+            "throttled": self._throttled,
+            "throttled_seconds": self._throttled_seconds,
+            "foreign": self._foreign,
         }
 
 
 def _most(one: Any, other: Any) -> Any:
-    known = [value for value in (one, other) if value is not None]
-    return max(known, default=None)
+    return max((value for value in (one, other) if value is not None), default=None)
 
 
 def _rounded(value: Any) -> Any:

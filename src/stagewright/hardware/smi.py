@@ -1,8 +1,7 @@
-"""Reads saved output of nvidia-smi: `topo -m` (the matrix of connections), `-q -x` (XML) and the plain table of GPUs.
+"""Reads saved output of nvidia-smi: `topo -m` (the matrix of connections) and `-q -x` (the GPUs, as XML).
 
-The XML says more than the table, which people paste in forums: whole names, and the slot of each GPU. Neither has the
-matrix. All come from drivers old and new, with a terminal's colour codes or other output around them. What can't be
-read is a UserError that names file, line and column.
+Both come from drivers old and new, with a terminal's colour codes or other output around them. What can't be read is a
+UserError that names file, line and column.
 """
 
 from __future__ import annotations
@@ -29,18 +28,11 @@ _MOST_COLUMNS = 1024
 _GPU = re.compile(r"GPU[0-9]+")
 _WORD = re.compile(r"\S+")
 _NVLINKS = re.compile(r"NV([0-9]{1,2})")
-_RANGES = re.compile(r"[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*")
+_RANGES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?){0,200}")
 _CONNECTIONS = {str(kind): Connection(kind) for kind in LinkKind if kind is not LinkKind.NVLINK} | {
     "SOC": Connection(LinkKind.SYSTEM)  # an old driver's name
 }
 _KNOWN = "X, NV#, PIX, PXB, PHB, NODE, SYS"
-# The table.
-_VERSIONS = re.compile(r"(?:Driver|KMD) Version:\s*([0-9.]+)(?:.*?CUDA(?: UMD)? Version:\s*([0-9.]+|N/A|ERR!))?")
-_TABLE_GPU = re.compile(
-    r"\|\s*([0-9]{1,4})\s+(\S.{0,80}?)\s+(?:On|Off|N/A|WDDM|TCC|MCDM)\s*\|\s*[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9]"
-)
-_MEMORY = re.compile(r"[0-9]{1,9}\s{0,9}MiB\s{0,9}/\s{0,9}([0-9]{1,9})\s{0,9}MiB")
-_MIG = re.compile(r"\|\s*(Enabled|Disabled|N/A)\*?\s*\|$")
 # The XML.
 _LOG, _LOG_END = "<nvidia_smi_log>", "</nvidia_smi_log>"
 _QUANTITY = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?) ?(?:MiB|W|x)?")
@@ -62,15 +54,6 @@ class SmiText:
     def error(self, line: int, column: int, message: str) -> UserError:
         """An error at a line and column, both counted from 1."""
         return UserError(f"{self.name} line {line}, column {column}: {message}")
-
-
-@dataclass(frozen=True, slots=True)
-class SmiOutput:
-    """The GPUs that nvidia-smi shows, and the versions of its driver."""
-
-    driver: str
-    cuda: str | None
-    gpus: tuple[Gpu, ...]  # names from a table end in ... where the column was too narrow
 
 
 def read_smi_text(path: str) -> SmiText:
@@ -96,22 +79,29 @@ def parse_topology(text: SmiText) -> Topology:
     lines = text.lines()
     top, names = _header(text, lines)
     gpus = [name for name in names if _GPU.fullmatch(name)]
-    rows: dict[str, tuple[int, dict[str, Connection]]] = {}
+    cells: dict[tuple[str, str], Connection] = {}
+    rows: dict[str, int] = {}  # the line of each
     processors: set[int] = set()
     for number, line in enumerate(lines[top:], top + 1):
         words = list(_WORD.finditer(line))
-        if not words or words[0][0] not in gpus:
+        if not words or (name := words[0][0]) not in gpus:
             continue
-        name = words[0][0]
         if name in rows:
-            raise text.error(number, words[0].start() + 1, f"{name} already has a row, in line {rows[name][0]}")
-        rows[name] = number, _row(text, number, name, names, words[1:])
+            raise text.error(number, words[0].start() + 1, f"{name} already has a row, in line {rows[name]}")
+        rows[name] = number
+        cells |= _row(text, number, name, names, words[1:])
         for word in words[1 + len(names) : 2 + len(names)]:
             processors |= _processors(word[0])
         if len(rows) == len(gpus):
             break
-    _require_whole(text, top, gpus, rows)
-    return Topology(tuple(tuple(rows[one][1][other] for other in gpus) for one in gpus), len(processors) or None)
+    if missing := [name for name in gpus if name not in rows]:
+        message = f"{len(gpus)} GPUs are named here but {missing[0]} has no row"
+        raise text.error(top, 1, f"{message}; save the whole output of nvidia-smi topo -m")
+    for (one, other), there in cells.items():
+        if there != (back := cells[other, one]):
+            message = f"{one} to {other} is {there} but {other} to {one} is {back} in line {rows[other]}"
+            raise text.error(rows[one], 1, message)
+    return Topology(tuple(tuple(cells[one, other] for other in gpus) for one in gpus), len(processors) or None)
 
 
 def _header(text: SmiText, lines: list[str]) -> tuple[int, list[str]]:
@@ -134,21 +124,24 @@ def _header(text: SmiText, lines: list[str]) -> tuple[int, list[str]]:
     )
 
 
-def _row(text: SmiText, number: int, name: str, names: list[str], words: list[re.Match[str]]) -> dict[str, Connection]:
-    cells: dict[str, Connection] = {}
-    for other, word in zip(names, words, strict=False):
+def _row(
+    text: SmiText, number: int, name: str, names: list[str], words: list[re.Match[str]]
+) -> dict[tuple[str, str], Connection]:
+    """The cells of a GPU's row."""
+    cells: dict[tuple[str, str], Connection] = {}
+    for place, other in enumerate(names):
         if not _GPU.fullmatch(other):
             continue
+        if place >= len(words):
+            end = words[-1].end() + 1 if words else len(name) + 1
+            raise text.error(number, end, f"{name} has {len(words)} of {len(names)} entries, none for {other}")
+        word = words[place]
         connection = _connection(word[0])
         if connection is None or (connection == SELF) != (other == name):
             wanted = "X" if other == name else _KNOWN.removeprefix("X, ")
-            message = f"{name} to {other} is {_quoted(word[0])}; expected {wanted}"
-            raise text.error(number, word.start() + 1, message)
-        cells[other] = connection
-    missing = [other for other in names if _GPU.fullmatch(other) and other not in cells]
-    if missing:
-        end = words[-1].end() + 1 if words else len(name) + 1
-        raise text.error(number, end, f"{name} has {len(words)} of {len(names)} entries, none for {missing[0]}")
+            shown = repr(word[0][:_MOST_SHOWN])
+            raise text.error(number, word.start() + 1, f"{name} to {other} is {shown}; expected {wanted}")
+        cells[name, other] = connection
     return cells
 
 
@@ -159,76 +152,23 @@ def _connection(word: str) -> Connection | None:
     return _CONNECTIONS.get(word)
 
 
-def _require_whole(
-    text: SmiText, top: int, gpus: list[str], rows: dict[str, tuple[int, dict[str, Connection]]]
-) -> None:
-    missing = [name for name in gpus if name not in rows]
-    if missing:
-        message = f"{len(gpus)} GPUs are named here but {missing[0]} has no row"
-        raise text.error(top, 1, f"{message}; save the whole output of nvidia-smi topo -m")
-    for one in gpus:
-        for other in gpus:
-            there, back = rows[one][1][other], rows[other][1][one]
-            if there != back:
-                message = f"{one} to {other} is {there} but {other} to {one} is {back} in line {rows[other][0]}"
-                raise text.error(rows[one][0], 1, message)
-
-
 def _processors(text: str) -> set[int]:
     """The processors of `0-23,48-71`; empty where the column holds something else."""
-    if not _RANGES.fullmatch(text) or len(text) > 4096:
+    if not _RANGES.fullmatch(text):
         return set()
-    found: set[int] = set()
-    for piece in text.split(","):
-        first, _, last = piece.partition("-")
-        if int(last or first) - int(first) > 1 << 16:
-            return set()
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+    ends = (piece.partition("-") for piece in text.split(","))
+    return set().union(*(range(int(first), int(last or first) + 1) for first, _, last in ends))
 
 
-def parse_smi(text: SmiText) -> SmiOutput:
-    """The GPUs of the XML where the text holds it, else those of the table; what is around it is ignored."""
-    found = _parse_xml(text) if _LOG in text.text else _parse_table(text)
-    if not found.gpus:
-        raise UserError(f"{text.name} names driver {found.driver} but no GPU; save the whole output of nvidia-smi")
-    return found
+def parse_smi(text: SmiText) -> tuple[tuple[Gpu, ...], str]:
+    """The GPUs of the XML, and its driver and CUDA in words; what is around it is ignored.
 
-
-def _parse_table(text: SmiText) -> SmiOutput:
-    lines = [line.strip() for line in text.lines()]
-    found = next((match for line in lines if (match := _VERSIONS.search(line))), None)
-    if found is None:
-        raise UserError(
-            f"{text.name} has no line with a driver version in {len(lines)} lines; save the whole output of nvidia-smi"
-        )
-    cuda = found[2] if found[2] and found[2][0].isdigit() else None
-    matches = [(number, _TABLE_GPU.match(line)) for number, line in enumerate(lines, 1)]
-    gpus = tuple(_table_gpu(text, number, lines, match) for number, match in matches if match)
-    indices = [gpu.index for gpu in gpus]
-    if len(set(indices)) < len(indices):
-        twice = next(index for index in indices if indices.count(index) > 1)
-        raise UserError(f"{text.name} shows GPU {twice} {indices.count(twice)} times; save one table")
-    return SmiOutput(found[1], cuda, gpus)
-
-
-def _table_gpu(text: SmiText, number: int, lines: list[str], match: re.Match[str]) -> Gpu:
-    """A GPU from its line and the one or two below it."""
-    index = int(match[1])
-    usage = lines[number] if number < len(lines) else ""
-    memory = _MEMORY.search(usage)
-    if memory is None:
-        message = f"GPU {index} should have its memory here (10MiB / 24576MiB), not {_quoted(usage)}"
-        raise text.error(number + 1, 1, message)
-    mig = _MIG.search(lines[number + 1]) if number + 1 < len(lines) else None
-    is_mig = mig is not None and mig[1] == "Enabled"
-    return Gpu(index, f"GPU {index}", match[2], int(memory[1]) * MIB, is_mig=is_mig)
-
-
-def _parse_xml(text: SmiText) -> SmiOutput:
-    """The parser gets the log element alone: no document type, so no text can define entities or name other files."""
+    The parser gets the log element alone: no document type, so no text can define entities or name other files.
+    """
     whole = "\n".join(text.lines())
     starts, ends = whole.count(_LOG), whole.count(_LOG_END)
+    if not starts:
+        raise UserError(f"{text.name} has no {_LOG}; save the output of nvidia-smi -q -x (its plain table is not read)")
     if (starts, ends) != (1, 1):
         raise UserError(
             f"{text.name} has {starts} {_LOG} and {ends} {_LOG_END}; save the output of nvidia-smi -q -x once"
@@ -247,7 +187,10 @@ def _parse_xml(text: SmiText) -> SmiOutput:
     if driver is None or (attached is not None and attached != len(gpus)):
         counts = f"{len(gpus)} of {attached or 0:.0f} GPUs and driver {driver or 'unknown'}"
         raise UserError(f"{text.name} describes {counts}; save the output of nvidia-smi -q -x without -i or -d")
-    return SmiOutput(driver, _xml_text(log, "cuda_version"), gpus)
+    if not gpus:
+        raise UserError(f"{text.name} names driver {driver} but no GPU; save the output of nvidia-smi -q -x again")
+    cuda = _xml_text(log, "cuda_version")
+    return gpus, f"driver {driver}" + (f", CUDA {cuda}" if cuda else "")
 
 
 def _xml_gpu(text: SmiText, index: int, gpu: ElementTree.Element) -> Gpu:
@@ -286,7 +229,3 @@ def _quantity(element: ElementTree.Element, *paths: str) -> float | None:
 def _whole(element: ElementTree.Element, path: str) -> int | None:
     """A whole number; None for 0, which stands for unknown."""
     return int(_quantity(element, path) or 0) or None
-
-
-def _quoted(word: str) -> str:
-    return repr(word[:_MOST_SHOWN])

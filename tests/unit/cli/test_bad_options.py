@@ -163,7 +163,7 @@ STARTERS: tuple[tuple[Any, str], ...] = (
     (bench.data, "measure"),
     (study, "train_runs"),
     (runs.PageServer, "serve_forever"),
-    (check, "_measured"),
+    (check, "try_measuring"),
     (machine, "run_checks"),
     (train_command.runpy, "run_path"),
 )

@@ -17,6 +17,7 @@ from stagewright.events import GpuUsage, RankUsage, Usage
 from stagewright.hardware import monitor as module
 from stagewright.hardware.meters import HostMeter, RankProcess
 from stagewright.hardware.monitor import Monitor, Totals
+from stagewright.voice import Voice
 from tests.nvml_like import Card, Library, uuid
 from tests.waiting import LONG, wait_until
 
@@ -39,7 +40,7 @@ def run_monitor(
     reported: list[Usage] = []
     warnings: list[str] = []
     find = (lambda nvml: [uuid(0)]) if gpus else None
-    with Monitor(path, EVERY, ranks, find, reported.append, warnings.append) as monitor:
+    with Monitor(path, EVERY, ranks, find, reported.append, Voice(warnings.append)) as monitor:
         wait_until(lambda: until(monitor) if until else monitor.samples >= samples)
     return monitor, reported, warnings
 
@@ -98,7 +99,9 @@ def test_a_gpu_that_falls_off_the_bus_is_one_warning(tmp_path: Path, monkeypatch
 def test_gpus_missing_from_the_driver_are_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Library([Card()]))
     warnings: list[str] = []
-    with Monitor(tmp_path / "m.jsonl", EVERY, own, lambda nvml: [], lambda use: None, warnings.append) as monitor:
+    with Monitor(
+        tmp_path / "m.jsonl", EVERY, own, lambda nvml: [], lambda use: None, Voice(warnings.append)
+    ) as monitor:
         wait_until(lambda: monitor.samples >= 2)
     assert len(warnings) == 1 and "finds none of the run's GPUs" in warnings[0]
 
@@ -125,7 +128,7 @@ def test_a_hanging_driver_does_not_delay_the_end_of_the_run(tmp_path: Path, monk
         freed.wait(LONG)
         return []
 
-    monitor = Monitor(tmp_path / "m.jsonl", EVERY, hanging, None, lambda use: None, lambda warning: None)
+    monitor = Monitor(tmp_path / "m.jsonl", EVERY, hanging, None, lambda use: None)
     with monitor:
         pass
     assert monitor.is_running, "leaving the context waited for the driver"

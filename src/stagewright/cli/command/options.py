@@ -65,7 +65,7 @@ _OWN = (
     _number("--together", "processes at once, as ranks would run", 1),
     _text("--pipedream", "FILE", "import PipeDream's graph.txt, measured at --samples"),
     _text("--topo", "FILE", "output of nvidia-smi topo -m (- for standard input)"),
-    _text("--smi", "FILE", "output of nvidia-smi -q -x, or of plain nvidia-smi"),
+    _text("--smi", "FILE", "output of nvidia-smi -q -x"),
     _switch("--here", "describe this machine instead, through its driver"),
     _text("--name", "NAME", "name of the cluster (default: the file's)"),
     _text("--gpus", "0-3,6", "use only these GPUs"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,7 @@ from stagewright.hardware.doctor.measure import (
     DiskRead,
     Measured,
     disk_finding,
-    gpu_copies,
-    loopback,
-    memory_copy,
-    pairs_at_once,
+    measurements,
     read_disk,
     speed_findings,
 )
@@ -29,8 +27,8 @@ from stagewright.hardware.doctor.system import read_system_state, software_findi
 from stagewright.hardware.environment import Environment, read_environment
 from stagewright.hardware.gpu import visible
 from stagewright.runtime.multinode.nodes import DEFAULT_PORT
+from stagewright.voice import SILENT, Voice
 
-Progress = Callable[[str], None]
 _FILES = ("folder:", "ofrecord:", "segmentation:", "table:", "tensors:", "tokens:")  # kinds that name one path
 _LEAST_WIDTH, _MOST_WIDTH = 40, 100  # of what is printed
 
@@ -47,14 +45,13 @@ class MachineCheck:
     @property
     def summary(self) -> str:
         """All of it in one line."""
-        problems = sum(found.grade is Grade.PROBLEM for found in self.findings)
-        notes = sum(found.grade is Grade.NOTE for found in self.findings)
+        grades = Counter(found.grade for found in self.findings)
         gpus = len(self.environment.gpus)
         devices = counted(gpus, "GPU") if gpus else "no GPU: train with --device cpu"
-        if not problems and not notes:
+        if grades.total() == grades[Grade.FINE]:
             return f"{devices}; no problems found"
-        fine = len(self.findings) - problems - notes
-        return f"{devices}; {counted(problems, 'problem')}, {counted(notes, 'note')}, {fine} fine"
+        problems, notes = counted(grades[Grade.PROBLEM], "problem"), counted(grades[Grade.NOTE], "note")
+        return f"{devices}; {problems}, {notes}, {grades[Grade.FINE]} fine"
 
     def describe(self) -> dict[str, Any]:
         """Everything as JSON takes it; the summary is called `verdict` there."""
@@ -67,44 +64,32 @@ class MachineCheck:
         }
 
 
-def check_machine(data: str | None, *, measures: bool, progress: Progress) -> MachineCheck:
+def check_machine(data: str | None, *, measures: bool, voice: Voice = SILENT) -> MachineCheck:
     """Check this machine; `data` is a file or folder whose disk to time, `measures` asks for bandwidths too."""
-    read = None if data is None else _read_disk(data, progress)
-    progress("system and GPUs")
+    read = None
+    if data is not None:
+        voice.progress(f"reading {data}")
+        read = read_disk(Path(data.partition(":")[2] if data.startswith(_FILES) else data))
+    voice.progress("system and GPUs")
     found = read_environment()
     states, peers = read_states()
+    measured = tuple(try_measuring(*each, voice) for each in measurements()) if measures else ()
     findings = [
         *system_findings(found, read_system_state(DEFAULT_PORT)),
         *software_findings(found),
         *gpu_findings(found.gpus, states),
         *topology_findings(found, peers),
+        *speed_findings(measured, dict(enumerate(visible(found.gpus)))),
     ]
-    measured = tuple(_measured(progress)) if measures else ()
-    findings += speed_findings(measured, dict(enumerate(visible(found.gpus))))
-    if read is not None:
-        findings.append(disk_finding(read))
+    findings += [] if read is None else [disk_finding(read)]
     return MachineCheck(found, tuple(findings), measured, read)
 
 
-def _read_disk(data: str, progress: Progress) -> DiskRead:
-    progress(f"reading {data}")
-    return read_disk(Path(data.partition(":")[2] if data.startswith(_FILES) else data))
-
-
-def _measured(progress: Progress) -> Iterator[Measured]:
-    progress("memory copies")
-    yield try_measuring("memory copy, one core", memory_copy)
-    progress("messages between two ranks")
-    yield try_measuring("between two ranks", loopback)
-    for name, copy in (*gpu_copies(), *pairs_at_once()):
-        progress(name)
-        yield try_measuring(name, copy)
-
-
-def try_measuring(name: str, measure: Callable[[], Measured]) -> Measured:
+def try_measuring(name: str, measure: Callable[[str], Measured], voice: Voice = SILENT) -> Measured:
     """A measurement, or the reason why it failed: the doctor reports faults and never stops at one."""
+    voice.progress(name)
     try:
-        return measure()
+        return measure(name)
     except Exception as error:
         words = " ".join(str(error).split())[:120]
         return Measured(name, None, trouble=words or type(error).__name__)

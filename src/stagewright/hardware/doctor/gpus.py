@@ -41,10 +41,9 @@ def read_states() -> tuple[dict[int, GpuState], Peers]:
     with nvml:
         handles = nvml.handles()
         uuids = [nvml.ask("nvmlDeviceGetUUID", handle) for handle in handles]
-        usages = GpuMeter(nvml, uuids, name_of).read(())
         states = {
             gpu.index: GpuState(_processes(nvml, handles[gpu.index]), gpu.memory, gpu.temperature, gpu.throttled)
-            for gpu in usages
+            for gpu in GpuMeter(nvml, uuids, name_of).read(())
         }
         return states, [[_may_read(nvml, one, other) for other in handles] for one in handles]
 
@@ -57,8 +56,7 @@ def gpu_findings(gpus: Sequence[Gpu], states: Mapping[int, GpuState]) -> Iterato
         yield finding(area, "card", f"{gpu.name}{memory}", (bool(gpu.is_mig), Grade.NOTE, mig))
         yield _power(area, gpu)
         yield _slot(area, gpu)
-        yield _other_processes(area, state)
-        yield _condition(area, state)
+        yield from _now(area, state)
     kinds = Counter(gpu.name for gpu in gpus)
     if len(kinds) > 1:
         names = ", ".join(f"{count} x {name}" for name, count in kinds.items())
@@ -71,43 +69,42 @@ def _power(area: str, gpu: Gpu) -> Finding:
     if limit is None or default is None:
         return finding(area, "power cap", None if limit is None else f"{limit:.0f} W")
     lift = f"lift the cap with nvidia-smi -i {gpu.index} -pl {default:.0f}"
+    is_low = gpu.is_capped and limit < _LOW_CAP * default
     return finding(
         area,
         "power cap",
         f"{limit:.0f} W of {default:.0f} W",
-        (gpu.is_capped and limit < _LOW_CAP * default, Grade.PROBLEM, f"clocks will drop under load; {lift}"),
+        (is_low, Grade.PROBLEM, f"clocks will drop under load; {lift}"),
         (gpu.is_capped, Grade.NOTE, f"below the default; {lift}"),
     )
 
 
 def _slot(area: str, gpu: Gpu) -> Finding:
-    generation, best = gpu.pcie_generation, gpu.card_generation
-    width, widest = gpu.pcie_width, gpu.card_width
+    generation, width = gpu.pcie_generation, gpu.pcie_width
     if generation is None and width is None:
         return finding(area, "PCIe", None)
-    value = f"{generation or '?'}.0 x{width or '?'}, the GPU supports {best or '?'}.0 x{widest or '?'}"
-    is_narrow = width is not None and widest is not None and width < widest
-    is_slow = is_narrow or (generation is not None and best is not None and generation < best)
-    share = (width or 1) / (widest or 1) * 2.0 ** ((generation or 0) - (best or generation or 0))
+    value = f"{generation or '?'}.0 x{width or '?'}, the GPU supports "
+    value += f"{gpu.card_generation or '?'}.0 x{gpu.card_width or '?'}"
+    lanes = 1.0 if width is None or gpu.card_width is None else width / gpu.card_width
+    steps = 0 if generation is None or gpu.card_generation is None else generation - gpu.card_generation
+    share = lanes * 2.0**steps
     advice = f"about {share:.0%} of the bandwidth that the GPU supports; " + (
-        "use a slot with all lanes, or check riser and BIOS" if is_narrow else "board, riser or BIOS limit it"
+        "use a slot with all lanes, or check riser and BIOS" if lanes < 1 else "board, riser or BIOS limit it"
     )
-    return finding(
-        area, "PCIe", value, (is_slow and share <= 0.25, Grade.PROBLEM, advice), (is_slow, Grade.NOTE, advice)
-    )
+    is_slow = lanes < 1 or steps < 0
+    troubles = (is_slow and share <= 0.25, Grade.PROBLEM, advice), (is_slow, Grade.NOTE, advice)
+    return finding(area, "PCIe", value, *troubles)
 
 
-def _other_processes(area: str, state: GpuState) -> Finding:
+def _now(area: str, state: GpuState) -> Iterator[Finding]:
+    """Who computes on a GPU, and how warm it is."""
     others = ", ".join(state.processes[:3]) + (f" and {len(state.processes) - 3} more" if state.processes[3:] else "")
     used = "" if state.used is None else f", {state.used / GIB:.1f} GiB in use"
     advice = "other processes compute on this GPU; wait for them or end them before measuring"
-    return finding(area, "processes", (others or "none") + used, (bool(state.processes), Grade.PROBLEM, advice))
-
-
-def _condition(area: str, state: GpuState) -> Finding:
+    yield finding(area, "processes", (others or "none") + used, (bool(state.processes), Grade.PROBLEM, advice))
     temperature = "temperature not known" if state.temperature is None else f"{state.temperature:.0f} C"
     slowed = [reason for reason in state.throttled if reason != "application clocks"]
-    return finding(
+    yield finding(
         area,
         "condition",
         ", ".join([temperature, *state.throttled]),

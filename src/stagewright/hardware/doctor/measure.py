@@ -12,6 +12,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from stagewright.errors import UserError, counted
 from stagewright.hardware.doctor.finding import UNKNOWN, Finding, Grade, finding
 from stagewright.hardware.gpu import Gpu
+from stagewright.hardware.host import num_cores
 from stagewright.metrics import MIB
 from stagewright.runtime.process.link_test import measure_links
 
@@ -64,67 +66,46 @@ class DiskRead:
     is_cold: bool  # the system was asked to drop the files from memory first
 
 
-def memory_copy() -> Measured:
-    """One core copies memory that is larger than its caches."""
-    source = torch.zeros(_HOST_BYTES, dtype=torch.uint8).fill_(1)
-    target = torch.zeros_like(source).fill_(2)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return Measured("memory copy, one core", _HOST_BYTES / _best(lambda: target.copy_(source)))
-    finally:
-        torch.set_num_threads(threads)
+def measurements() -> Iterator[tuple[str, Callable[[str], Measured]]]:
+    """Everything that can be measured here, each with its name.
 
-
-def loopback() -> Measured:
-    """Two processes exchange messages over the transport that CPU ranks use."""
-    (pair,) = measure_links(2)["transfers"]
-    return Measured("between two ranks", pair["bandwidth"], pair["latency"])
-
-
-def gpu_copies() -> Iterator[tuple[str, Callable[[], Measured]]]:
-    """Copies between pinned memory and each GPU, both ways, and between GPUs, each with its name."""
-    if not torch.cuda.is_available():
-        return
-    count = torch.cuda.device_count()
-    for gpu in range(count):
-        yield (name := f"host to GPU {gpu}"), partial(_host_copy, name, gpu, is_to_gpu=True)
-        yield (name := f"GPU {gpu} to host"), partial(_host_copy, name, gpu, is_to_gpu=False)
-    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
-    for one, other in pairs[:_MOST_PAIRS]:
-        yield (name := f"GPU {one} to GPU {other}"), partial(_peer_copy, name, one, other)
-
-
-def _host_copy(name: str, gpu: int, *, is_to_gpu: bool) -> Measured:
-    host = torch.zeros(_GPU_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.zeros(_GPU_BYTES, dtype=torch.uint8, device=f"cuda:{gpu}")
-    source, target = (host, there) if is_to_gpu else (there, host)
-    return Measured(name, _GPU_BYTES / _best(lambda: target.copy_(source, non_blocking=True), gpu), gpu=gpu)
-
-
-def _peer_copy(name: str, one: int, other: int) -> Measured:
-    source = torch.zeros(_GPU_BYTES, dtype=torch.uint8, device=f"cuda:{one}")
-    target = torch.zeros(_GPU_BYTES, dtype=torch.uint8, device=f"cuda:{other}")
-    seconds = _best(lambda: target.copy_(source, non_blocking=True), one, other)
-    return Measured(name, _GPU_BYTES / seconds)
-
-
-def pairs_at_once() -> Iterator[tuple[str, Callable[[], Measured]]]:
-    """What 1, 2, 4, ... pairs get together when all of them copy through host memory at once.
-
-    Pairs of GPUs without peer access share that: it is `host` of a machine in a cluster file. Without GPUs, as many
-    threads copy memory.
+    Last what 1, 2, 4, ... pairs get together when all of them copy through host memory at once. Pairs of GPUs without
+    peer access share that: it is `host` of a machine in a cluster file. Without GPUs, as many threads copy memory.
     """
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    most = devices if devices > 1 else len(os.sched_getaffinity(0))
+    yield "memory copy, one core", partial(memory_copies, count=1)
+    yield "between two ranks", _loopback
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for gpu in range(gpus):
+        yield f"host to GPU {gpu}", partial(_copy, source=None, target=gpu)
+        yield f"GPU {gpu} to host", partial(_copy, source=gpu, target=None)
+    for one, other in itertools.islice(itertools.permutations(range(gpus), 2), _MOST_PAIRS):
+        yield f"GPU {one} to GPU {other}", partial(_copy, source=one, target=other)
+    copies, most = (_staged_copies, gpus) if gpus > 1 else (memory_copies, num_cores())
     count = 1
     while count <= most:
-        name = f"{counted(count, 'pair')} at once through the host"
-        yield name, partial(_staged_copies if devices > 1 else _memory_copies, name, count)
+        yield f"{counted(count, 'pair')} at once through the host", partial(copies, count=count)
         count *= 2
 
 
-def _memory_copies(name: str, count: int) -> Measured:
+def _loopback(name: str) -> Measured:
+    """Two processes exchange messages over the transport that CPU ranks use."""
+    (pair,) = measure_links(2)["transfers"]
+    return Measured(name, pair["bandwidth"], pair["latency"])
+
+
+def _copy(name: str, source: int | None, target: int | None) -> Measured:
+    """A copy between two GPUs, or between pinned memory (None) and a GPU, whose slot it measures."""
+    here, there = (
+        torch.zeros(_GPU_BYTES, dtype=torch.uint8, device="cpu" if gpu is None else gpu, pin_memory=gpu is None)
+        for gpu in (source, target)
+    )
+    gpus = [gpu for gpu in (source, target) if gpu is not None]
+    bandwidth = _GPU_BYTES / _best(lambda: there.copy_(here, non_blocking=True), *gpus)
+    return Measured(name, bandwidth, gpu=gpus[0] if len(gpus) == 1 else None)
+
+
+def memory_copies(name: str, count: int) -> Measured:
+    """So many threads, of one core each, copy memory that is larger than their caches."""
     pairs = [[torch.full((_HOST_BYTES,), value, dtype=torch.uint8) for value in (1, 2)] for _ in range(count)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -181,92 +162,75 @@ def read_disk(path: Path) -> DiskRead:
     """Read files below a folder for a second or two; from the disk, not from memory, where the system allows it."""
     done = files = 0
     is_cold = hasattr(os, "posix_fadvise")
-    names = list(_files(path))
-    if not names:
-        raise UserError(f"--data {path} holds 0 files to read; give the folder or file that runs will read")
     began = time.perf_counter()
-    for name in names:
+    for name in _files(path):
         files += 1
-        done += _read(name, is_cold, began, _MOST_BYTES - done)
-        if done >= _MOST_BYTES or time.perf_counter() - began > _MOST_SECONDS:
+        with suppress(OSError), name.open("rb", buffering=0) as file:  # `data inspect` reports what can't be read
+            if is_cold:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while _is_going_on(done, began) and (block := file.read(_BLOCK)):
+                done += len(block)
+        if not _is_going_on(done, began):
             break
     return DiskRead(str(path), done, files, time.perf_counter() - began, shutil.disk_usage(path).free, is_cold)
 
 
-def _files(path: Path) -> Iterator[Path]:
-    """Some files below a folder, or the file itself."""
+def _is_going_on(done: int, began: float) -> bool:
+    return done < _MOST_BYTES and time.perf_counter() - began < _MOST_SECONDS
+
+
+def _files(path: Path) -> list[Path]:
+    """Some files with content below a folder, or the file itself."""
+    instead = "give the folder or file that runs will read"
     if not path.exists():
-        raise UserError(f"--data {path}: no such file or folder; give the one that runs will read")
-    if not path.is_dir():
-        if not _holds_bytes(path):
-            raise UserError(
-                f"--data {path} is neither a folder nor a file with content; give the one that runs will read"
-            )
-        yield path
-        return
+        raise UserError(f"--data {path}: no such file or folder; {instead}")
+    if not path.is_dir() and not _holds_bytes(path):
+        raise UserError(f"--data {path} is neither a folder nor a file with content; {instead}")
     walked = (Path(folder) / name for folder, _, names in os.walk(path) for name in sorted(names))
-    yield from itertools.islice(filter(_holds_bytes, walked), _MOST_FILES)
+    found = list(itertools.islice(filter(_holds_bytes, walked), _MOST_FILES)) if path.is_dir() else [path]
+    if not found:
+        raise UserError(f"--data {path} holds 0 files to read; {instead}")
+    return found
 
 
 def _holds_bytes(path: Path) -> bool:
     """Whether a path is a regular file with content: pipes, devices and the kernel's files may never end."""
-    try:
+    with suppress(OSError):
         status = path.stat()
-    except OSError:
-        return False
-    return stat.S_ISREG(status.st_mode) and status.st_size > 0
-
-
-def _read(path: Path, is_cold: bool, began: float, most: int) -> int:
-    done = 0
-    try:
-        with path.open("rb", buffering=0) as file:
-            if is_cold:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            while done < most and time.perf_counter() - began < _MOST_SECONDS and (block := file.read(_BLOCK)):
-                done += len(block)
-    except OSError:
-        return done  # `stagewright data inspect` reports what can't be read
-    return done
+        return stat.S_ISREG(status.st_mode) and status.st_size > 0
+    return False
 
 
 def speed_findings(measured: Iterable[Measured], gpus: Mapping[int, Gpu]) -> Iterator[Finding]:
     for one in measured:
         if one.bandwidth is None:
             yield Finding(_AREA, one.name, UNKNOWN, Grade.NOTE, f"could not be measured: {one.trouble}")
-        elif one.gpu is not None:
-            yield _slot_speed(one.name, one.bandwidth, gpus.get(one.gpu))
-        else:
-            yield _host_speed(one.name, one.bandwidth, one.latency)
-
-
-def _host_speed(name: str, bandwidth: float, latency: float | None) -> Finding:
-    value = f"{bandwidth / _GB:.1f} GB/s" + ("" if latency is None else f", {latency * 1e6:.0f} us per message")
-    slow = {"memory copy, one core": _SLOW_MEMORY, "between two ranks": _SLOW_RANKS}.get(name, 0.0)
-    advice = "slow for a current machine; check what else is running"
-    return finding(_AREA, name, value, (bandwidth < slow, Grade.NOTE, advice))
-
-
-def _slot_speed(name: str, bandwidth: float, gpu: Gpu | None) -> Finding:
-    value = f"{bandwidth / _GB:.1f} GB/s, pinned"
-    lane = None if gpu is None else _LANE.get(gpu.pcie_generation or 0)
-    if gpu is None or lane is None or gpu.pcie_width is None:
-        return finding(_AREA, name, value)
-    share = bandwidth / (lane * gpu.pcie_width)
-    advice = "the slot can carry more; other load on the host, a virtual machine or a riser may be the reason"
-    return finding(
-        _AREA,
-        name,
-        f"{value}, {share:.0%} of the slot's",
-        (share < _PROBLEM_SHARE, Grade.PROBLEM, advice),
-        (share < _NOTE_SHARE, Grade.NOTE, advice),
-    )
+            continue
+        value = f"{one.bandwidth / _GB:.1f} GB/s"
+        if one.gpu is None:
+            value += "" if one.latency is None else f", {one.latency * 1e6:.0f} us per message"
+            slow = {"memory copy, one core": _SLOW_MEMORY, "between two ranks": _SLOW_RANKS}.get(one.name, 0.0)
+            advice = "slow for a current machine; check what else is running"
+            yield finding(_AREA, one.name, value, (one.bandwidth < slow, Grade.NOTE, advice))
+            continue
+        value, gpu = f"{value}, pinned", gpus.get(one.gpu)
+        best = 0.0 if gpu is None else _LANE.get(gpu.pcie_generation or 0, 0.0) * (gpu.pcie_width or 0)
+        share = one.bandwidth / best if best else 1.0
+        advice = "the slot can carry more; other load on the host, a virtual machine or a riser may be the reason"
+        yield finding(
+            _AREA,
+            one.name,
+            f"{value}, {share:.0%} of the slot's" if best else value,
+            (share < _PROBLEM_SHARE, Grade.PROBLEM, advice),
+            (share < _NOTE_SHARE, Grade.NOTE, advice),
+        )
 
 
 def disk_finding(read: DiskRead) -> Finding:
     """The speed of a disk, in bytes and in photographs of ImageNet's size."""
-    rate, each = read.bytes / max(read.seconds, 1e-9), read.bytes / read.files
-    photos = min(rate / _PHOTO, read.files / max(read.seconds, 1e-9) if each < _PHOTO else rate / _PHOTO)
+    seconds = max(read.seconds, 1e-9)
+    rate = read.bytes / seconds
+    photos = min(rate / _PHOTO, read.files / seconds) if read.bytes < read.files * _PHOTO else rate / _PHOTO
     warm = "" if read.is_cold else ", perhaps from memory"
     slow = "too slow to train one GPU on ImageNet; copy the data to a local disk or into memory"
     modest = "enough for a few GPUs; many need a faster disk, or data that fits in memory"

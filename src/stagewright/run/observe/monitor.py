@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from stagewright.hardware.monitor import Monitor
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.job import Job
 from stagewright.runtime.status_file import read_process, status_path
+from stagewright.voice import Voice
 
 Callback = Callable[[Record], object]
 _SHORTEST = 0.05  # seconds; sampling more often would itself load the machine
@@ -44,7 +46,8 @@ def make_monitor(job: Job, listen: Callable[[Usage], None], warn: Callable[[str]
     name = "monitor.jsonl" if machine == 0 else f"monitor-{machine}.jsonl"
     find = (lambda nvml: run_gpus(job, machine, nvml)) if job.config.run.device == "cuda" else None
     every = job.config.run.monitor_every
-    return Monitor(Path(job.folder) / name, every, lambda: rank_processes(job, machine), find, listen, warn, job.start)
+    ranks = partial(rank_processes, job, machine)
+    return Monitor(Path(job.folder) / name, every, ranks, find, listen, Voice(warn=warn), job.start)
 
 
 def fan_out(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:

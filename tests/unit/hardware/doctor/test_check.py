@@ -50,7 +50,7 @@ def test_eight_gpus_fit_into_80_columns_and_equal_findings_are_merged(monkeypatc
     cards = [Card(), Card(), Card(limit=200_000), *[Card()] * 5]
     monkeypatch.setitem(sys.modules, "pynvml", Library(cards, pairs))
     text = StringIO()
-    show(Console(file=text, width=80), check_machine(None, measures=False, progress=lambda step: None))
+    show(Console(file=text, width=80), check_machine(None, measures=False))
     assert max(len(line) for line in text.getvalue().splitlines()) <= 80
     assert "GPU7   PHB" in text.getvalue()
     said = [" ".join(line.split()) for line in text.getvalue().splitlines()]
@@ -59,7 +59,7 @@ def test_eight_gpus_fit_into_80_columns_and_equal_findings_are_merged(monkeypatc
 
 
 def test_a_measurement_that_fails_gives_its_reason() -> None:
-    def broken() -> Measured:
+    def broken(name: str) -> Measured:
         raise RuntimeError("CUDA error:\nout of luck")
 
     found = try_measuring("between two ranks", broken)

@@ -11,7 +11,14 @@ import pytest
 
 from stagewright.hardware.doctor.finding import Finding, Grade, finding_lines
 from stagewright.hardware.doctor.gpus import GpuState, gpu_findings, read_states, topology_findings
-from stagewright.hardware.doctor.measure import DiskRead, Measured, disk_finding, memory_copy, read_disk, speed_findings
+from stagewright.hardware.doctor.measure import (
+    DiskRead,
+    Measured,
+    disk_finding,
+    memory_copies,
+    read_disk,
+    speed_findings,
+)
 from stagewright.hardware.doctor.system import SystemState, read_system_state, software_findings, system_findings
 from stagewright.hardware.environment import Environment, Libraries
 from stagewright.hardware.gpu import Gpu
@@ -169,7 +176,7 @@ def test_a_failed_measurement_says_why() -> None:
 
 
 def test_memory_copy_has_a_plausible_bandwidth() -> None:
-    found = memory_copy().bandwidth
+    found = memory_copies("memory", 1).bandwidth
     assert found is not None and 1e8 < found < 1e12
 
 
