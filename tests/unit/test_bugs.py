@@ -42,6 +42,7 @@ from stagewright.runtime.checkpoint.format import hash_file
 from stagewright.runtime.comm.unix_socket import socket_folder
 from stagewright.runtime.multinode.nodes import bound_to
 from stagewright.runtime.multinode.tunnel import TunnelServer, check_access
+from stagewright.voice import Voice
 from tests.commands import prints
 from tests.made_runs import make_run
 from tests.pictures import jpeg
@@ -356,7 +357,7 @@ def test_more_cpu_ranks_than_cores_are_a_warning(tmp_path: Path, monkeypatch: py
 
     def warnings(ranks: int, **run: object) -> list[str]:
         said: list[str] = []
-        prepare(make_config(tables, {"plan": {"placement": f"0:0-{ranks - 1}"}, "run": run}), said.append)
+        prepare(make_config(tables, {"plan": {"placement": f"0:0-{ranks - 1}"}, "run": run}), Voice(said.append))
         return [warning for warning in said if "core" in warning]
 
     (warning,) = warnings(3)

@@ -75,6 +75,7 @@ from stagewright.runtime.script.session import Session, Stopped, last_begun
 from stagewright.runtime.stage.equality import hash_of
 from stagewright.runtime.stage.own_optimizer import build_own
 from stagewright.runtime.stage.scores import make_scorer
+from stagewright.voice import Voice
 
 _OF_THE_LOOP = {  # options that a script's own loop is instead of
     "steps": "leave the loop",
@@ -531,11 +532,10 @@ class Engine:
                     "batches as iter(batches)"
                 )
             config = self._config(source, batch)
-            if not is_launched(config):
-                config = planned(config, self._say_once, self._say_once)
-            if self._will_launch(config):
-                launch_script(config)
-            self._ranks = Alone(config)
+            given = config if is_launched(config) else planned(config, Voice(self._say_once, self._say_once))
+            if self._will_launch(given if isinstance(given, Config) else given.config):
+                launch_script(given)
+            self._ranks = Alone(given)
         if self._rates is not None:
             plan = self._ranks.job.plan
             self._rates.panel.begin(plan.microbatches, last_begun(plan, 0) + 1)

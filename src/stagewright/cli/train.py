@@ -26,6 +26,7 @@ from stagewright.run.resume import resumed_config
 from stagewright.run.script import OPTIONS, USER_ERROR
 from stagewright.run.train import Result
 from stagewright.run.train import run as train
+from stagewright.voice import Voice
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -73,7 +74,7 @@ def run(parsed: argparse.Namespace) -> None:
 def _explain(config: Config, console: Console) -> None:
     """Print every candidate for this machine, and the line that training would begin with."""
     show = partial(say, console)
-    auto = explained(config, lambda warning: show(f"warning: {warning}"), show)
+    auto = explained(config, Voice(lambda warning: show(f"warning: {warning}"), show))
     if auto.searched is not None:
         searched = auto.searched
         shown = (searched.options, searched.asked, searched.choice, searched.comparison, None)

@@ -20,10 +20,10 @@ from stagewright.hardware.devices import num_devices
 from stagewright.model.configured import Task, saved_weights, suited_model
 from stagewright.model.libraries import Package, package_of
 from stagewright.model.load import find_entry
-from stagewright.planning.build import Warn
 from stagewright.planning.traced import trace_model
 from stagewright.run.plan import USUAL_SAMPLES
 from stagewright.runtime.process.assemble import open_data
+from stagewright.voice import SILENT, Voice
 
 _LEAST_BATCHES = 8  # of an epoch, where the batch was not given
 _USUAL_STEPS = 100  # that few images are trained for, where neither steps nor epochs were given
@@ -36,19 +36,19 @@ _OF_CLASSES = ("folder", "tar", "ofrecord")  # data with one class per sample
 COUNTED = (*_OF_CLASSES, "table", "tensors", "segmentation")  # data that knows all its classes
 
 
-def resolve_model(config: Config, warn: Warn = lambda warning: None, assumed: list[str] | None = None) -> Config:
+def resolve_model(config: Config, voice: Voice = SILENT) -> Config:
     """Fill in what a model's name tells: classes, image size, normalization, and the weights beside its configuration.
 
     Classes are the data's where it knows them, and images as large as the data's where these are smaller than the
-    model's; what was filled in from the data is added to `assumed`. Of any other model there are 10 classes and images
-    of side 32.
+    model's; what was filled in from the data is a note. Of any other model there are 10 classes and images of side 32.
     """
-    assumed = [] if assumed is None else assumed
     data, name = config.data, config.model.name
     if package_of(name) is Package.TRANSFORMERS and (task := _task_of(config)) is not None:
         name = suited_model(name, task)
         if name != config.model.name:
-            warn(f"the data has {task}, so {name.rpartition('@')[2]} is trained; choose by {config.model.name}@CLASS")
+            voice.warn(
+                f"the data has {task}, so {name.rpartition('@')[2]} is trained; choose by {config.model.name}@CLASS"
+            )
     entry, init = find_entry(name, data.image), config.model.init or saved_weights(name)
     source = _glance(config) if data.source.partition(":")[0] in COUNTED and config.run.resume is None else None
     classes = config.model.classes or (entry.classes if entry else 10)
@@ -56,13 +56,13 @@ def resolve_model(config: Config, warn: Warn = lambda warning: None, assumed: li
     is_of_classes = config.loss.name in ("auto", "cross-entropy")
     if config.model.classes is None and takes_classes and is_of_classes and source is not None and source.classes:
         classes = max(2, source.classes)
-        assumed.append(f"{classes} classes")
+        voice.note(f"{classes} classes")
     if data.image is None and init is None and isinstance(source, ImageSource) and entry is not None:
         usual = _usual_side(source)
         side = _side_of(name, classes, entry.image, usual)
         if side < entry.image:
             data = replace(data, image=side)
-            assumed.append(f"images of side {side}, as the median has {usual} pixels (the model's is {entry.image})")
+            voice.note(f"images of side {side}, as the median has {usual} pixels (the model's is {entry.image})")
     if entry is not None and not entry.has_classes and classes != entry.classes:
         raise UserError(
             f"--classes {classes} changes nothing with {name}, which has {entry.classes} outputs, its vocabulary; "
@@ -74,7 +74,7 @@ def resolve_model(config: Config, warn: Warn = lambda warning: None, assumed: li
     return replace(config, model=model, data=replace(data, image=data.image or (entry.image if entry else 32)))
 
 
-def with_split(config: Config, assumed: list[str]) -> Config:
+def with_split(config: Config, voice: Voice) -> Config:
     """The configuration whose folder of images has train/ and val/ as two sets of data, not as two classes."""
     kind, _, where = config.data.source.partition(":")
     found: set[str] = set()
@@ -90,11 +90,11 @@ def with_split(config: Config, assumed: list[str]) -> Config:
     if data.val is None and held is not None:
         data = replace(data, val=f"folder:{Path(where) / held}")
         words += f", evaluates on {held}"
-    assumed.append(words)
+    voice.note(words)
     return replace(config, data=data)
 
 
-def with_sizes(config: Config, samples: int, assumed: list[str]) -> Config:
+def with_sizes(config: Config, samples: int, voice: Voice) -> Config:
     """The configuration with a batch and a number of epochs that suit its data, where these are left open."""
     plan, run, is_real = config.plan, config.run, config.data.source != "synthetic"
     if plan.file is not None:
@@ -107,12 +107,12 @@ def with_sizes(config: Config, samples: int, assumed: list[str]) -> Config:
         count = plan.microbatches or 1
         plan = replace(plan, batch=count * max(1, batch // count))
         if is_real:
-            assumed.append(f"batch {plan.batch}")
+            voice.note(f"batch {plan.batch}")
     if run.steps is None and run.epochs is None and names_images(config.data.source):
         epochs = -(-_USUAL_STEPS // max(1, samples // (plan.batch or 1)))
         if epochs > 1:
             run = replace(run, epochs=epochs)
-            assumed.append(f"{epochs} epochs")
+            voice.note(f"{epochs} epochs")
     return replace(config, plan=plan, run=run)
 
 

@@ -1,140 +1,131 @@
 """Run the stages once before anything is trained, on tensors that have shapes but no data where the model allows it.
 
 `dry_run` finds out what crosses each cut, in training and in evaluation, and whether model, loss, metrics and data suit
-each other. `Task` is what is trained, before there is a plan.
+each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from stagewright.config.sections import Config
-from stagewright.data.order import Indices, Order
-from stagewright.data.sources import Fields, Source, cast
+from stagewright.data.sources import Source, cast
 from stagewright.errors import UserError, did_you_mean, first_line, within_memory
 from stagewright.events import Score
 from stagewright.metrics import Criterion, metric_values
-from stagewright.model.cut import Chain, Piece, tied_parameters
+from stagewright.model.cut import Piece, tied_parameters
 from stagewright.model.load import is_ours
 from stagewright.model.loss import IGNORED, Loss, LossOptions, Measured, Watched, logits_of
 from stagewright.model.probe import Given, Measure, Probe, probe
 from stagewright.model.prove import keeps_state
 from stagewright.plan.plan import Plan
-from stagewright.planning.build import Warn
 from stagewright.run.defaults import COUNTED
-from stagewright.run.samples import Binding
+from stagewright.run.opening import Binding, Opening, memory_options
 from stagewright.runtime.job import Evaluation, Job, criterion_of
-from stagewright.runtime.process.assemble import open_model, open_pieces
-from stagewright.runtime.stage.precision import Precision, make_precision
+from stagewright.runtime.process.assemble import open_pieces
+from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.scores import make_scorer
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What is trained, before there is a plan: the data, how the model takes it, and the loss."""
-
-    source: Source
-    val: Source  # what evaluations run on: of its own, or the training data
-    binding: Binding
-    loss: LossOptions
-    precision: Precision
-
-    def fields(self, source: Source, indices: Indices) -> Fields:
-        """Samples as ranks get them."""
-        return cast(source.batch(indices), source.targets, self.precision.weights)
-
-    def named_sources(self, config: Config) -> tuple[tuple[str, Source], ...]:
-        return ((config.data.source, self.source), (config.data.val or "", self.val))
+from stagewright.voice import SILENT, Say, Voice
 
 
 def dry_run(
-    config: Config,
-    task: Task,
-    chain: Chain,
-    pieces: Sequence[Piece],
-    plan: Plan,
-    order: Order,
-    warn: Warn,
-    *,
-    evaluates: bool,
+    opening: Opening, plan: Plan, pieces: Sequence[Piece], voice: Voice = SILENT, *, evaluates: bool
 ) -> tuple[Probe, Evaluation | None]:
     """What crosses each cut, in training and in evaluation, and whether model, loss and data suit each other."""
+    config, chain = opening.config, opening.chain
     with within_memory(**memory_options(config)):
-        fields = task.fields(task.source, order.microbatch(0, plan.microbatches))
-    given, loss = task.binding.given(fields), Loss(task.loss)
+        fields = opening.fields(opening.source, opening.order(plan).microbatch(0, plan.microbatches))
+    given, loss = opening.binding.given(fields), Loss(opening.loss)
     tied = {parameter.names: parameter.homes for tie in plan.ties for parameter in tie.parameters}
     assert tied == {names: homes for names, homes, _ in tied_parameters(chain.model, pieces)}, "the plan has other ties"
-    context = task.precision.forward_context
-    watches = is_ours(config.model.name)
-    study = partial(
-        _probe, pieces, chain.is_conditional, context=context, device=config.run.device, watches_inputs=watches
-    )
-    logits: list[tuple[int, ...]] = []
-    training = study(given, training=True, measure=partial(_measure_logits, loss, logits))
-    _warn_about_means(loss, training, plan, warn)
-    _require_stateless(config, plan, chain, training)
-    _require_classes(task.loss, logits[-1], *task.named_sources(config))
-    _warn_about_classes(config, task, logits[-1], warn)
-    _require_vocabulary(chain.model, *task.named_sources(config))
+    stages = Stages(config, pieces, chain.is_conditional, watches_inputs=is_ours(config.model.name))
+    measure = _MeasuredLogits(loss)
+    training = stages.probe(given, measure, training=True)
+    _warn_about_means(loss, training, plan, voice.warn)
+    _require_stateless(opening, plan, training)
+    _require_classes(opening.loss, measure.shape, *opening.sources)
+    _warn_about_classes(opening, measure.shape, voice.warn)
+    _require_vocabulary(chain.model, *opening.sources)
     if not evaluates:
         return training, None
-    if task.val is not task.source:
-        given = _validation(config, task.binding, task.val, given, plan.samples)
-    scorer = make_scorer(config.run.metrics, task.loss)
-    evaluation = _evaluation(plan, study, given, task.val, scorer.probe)
+    if opening.val is not opening.source:
+        given = _validation(config, opening.binding, opening.val, given, plan.samples)
+    scorer = make_scorer(config.run.metrics, opening.loss)
+    evaluation = stages.evaluation(given, plan.samples, opening.val, scorer.probe)
     _require_metric(criterion_of(config), scorer.score)
     return training, evaluation
 
 
 def evaluation_of(job: Job, val: Source, measure: Measure) -> Evaluation:
     """What an evaluation of a script's job computes on some data."""
-    config, plan, inputs = job.config, job.plan, job.training.inputs
-    precision = make_precision(config.run.precision, config.run.device)
-    pieces = open_pieces(config, plan.cuts, inputs, job.training.names, way=job.way)
-    binding = Binding(tuple(value.name for value in inputs), job.training.names)
-    few = {value.name: value.empty() for value in inputs}
-    given = _validation(config, binding, val, binding.given(few), plan.samples)
-    context = precision.forward_context
-    study = partial(_probe, pieces, job.is_conditional, context=context, device=config.run.device)
-    return _evaluation(plan, study, given, val, measure)
+    inputs, names, samples = job.training.inputs, job.training.names, job.plan.samples
+    pieces = open_pieces(job.config, job.plan.cuts, inputs, names, way=job.way)
+    binding = Binding(tuple(value.name for value in inputs), names)
+    few = binding.given({value.name: value.empty() for value in inputs})
+    given = _validation(job.config, binding, val, few, samples)
+    return Stages(job.config, pieces, job.is_conditional).evaluation(given, samples, val, measure)
 
 
-def _probe(
-    pieces: Sequence[Piece],
-    is_conditional: bool,
-    given: Given,
-    *,
-    context: Callable[[], AbstractContextManager[object]],
-    device: str,
-    training: bool,
-    measure: Measure,
-    watches_inputs: bool = False,
-) -> Probe:
-    """Probe the pieces; an error that the model's own code raises becomes one line."""
-    study = partial(probe, measure=measure, device=device, is_conditional=is_conditional, watches_inputs=watches_inputs)
-    try:
-        return study(pieces, given, context, training=training)
-    except UserError:
-        raise
-    except Exception as error:  # the model's code may raise anything
-        raise UserError(
-            f"the model can't run on input {given.inputs}: {type(error).__name__}: {first_line(error, 200)}"
-        ) from error
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The pieces of a model, to be run on samples without training them."""
+
+    config: Config
+    pieces: Sequence[Piece]
+    is_conditional: bool
+    watches_inputs: bool = False
+
+    def probe(self, given: Given, measure: Measure, *, training: bool) -> Probe:
+        """What crosses each cut; an error that the model's own code raises becomes one line."""
+        run = self.config.run
+        try:
+            return probe(
+                self.pieces,
+                given,
+                make_precision(run.precision, run.device).forward_context,
+                training=training,
+                measure=measure,
+                device=run.device,
+                is_conditional=self.is_conditional,
+                watches_inputs=self.watches_inputs,
+            )
+        except UserError:
+            raise
+        except Exception as error:  # the model's code may raise anything
+            raise UserError(
+                f"the model can't run on input {given.inputs}: {type(error).__name__}: {first_line(error, 200)}"
+            ) from error
+
+    def evaluation(self, given: Given, samples: int, val: Source, measure: Measure) -> Evaluation:
+        """What an evaluation computes: whole microbatches of so many samples, and a last one of what is left."""
+        rest = len(val) % samples
+        whole = self.probe(given, measure, training=False)
+        return Evaluation(len(val), whole, self.probe(given.first(rest), measure, training=False) if rest else None)
 
 
-def _require_stateless(config: Config, plan: Plan, chain: Chain, training: Probe) -> None:
+class _MeasuredLogits:
+    """A loss that notes the shape of the predictions."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+        self.shape: tuple[int, ...] = ()
+
+    def __call__(self, outputs: Any, sample: Watched) -> Measured:
+        measured = self._loss(outputs, sample)
+        self.shape = tuple(logits_of(outputs).shape)
+        return measured
+
+
+def _require_stateless(opening: Opening, plan: Plan, training: Probe) -> None:
     """An error where replicas or checkpoints would need state that the model keeps in plain attributes."""
+    chain, checkpoint = opening.chain, opening.config.checkpoint
     attributes = (*training.attributes, *chain.leaks)
-    if not attributes or not (
-        chain.leaks or keeps_state(partial(build_as_authored, config), chain.example, attributes)
-    ):
+    if not attributes or not (chain.leaks or keeps_state(opening.build, chain.example, attributes)):
         return
     name = attributes[0]
     most = max(stage.replicas for stage in plan.stages)
@@ -143,18 +134,11 @@ def _require_stateless(config: Config, plan: Plan, chain: Chain, training: Probe
             f"the model's forward changes its attribute '{name}', of which each of {most} replicas would have its own; "
             "register it as a buffer, or give every stage one device"
         )
-    if config.checkpoint.every or config.checkpoint.minutes or config.checkpoint.best:
+    if checkpoint.every or checkpoint.minutes or checkpoint.best:
         raise UserError(
             f"the model's forward changes its attribute '{name}', which no checkpoint holds; register it as a buffer, "
             "or train without checkpoints"
         )
-
-
-def _measure_logits(loss: Loss, shapes: list[tuple[int, ...]], outputs: Any, sample: Watched) -> Measured:
-    """The loss; and note the shape of the predictions."""
-    measured = loss(outputs, sample)
-    shapes.append(tuple(logits_of(outputs).shape))
-    return measured
 
 
 def _require_classes(options: LossOptions, logits: tuple[int, ...], *sources: tuple[str, Source]) -> None:
@@ -182,10 +166,10 @@ def _require_classes(options: LossOptions, logits: tuple[int, ...], *sources: tu
             )
 
 
-def _warn_about_classes(config: Config, task: Task, logits: tuple[int, ...], warn: Warn) -> None:
+def _warn_about_classes(opening: Opening, logits: tuple[int, ...], warn: Say) -> None:
     """Warn where the model has outputs for classes that the data does not have."""
-    text, found = config.data.source, task.source.classes
-    if task.loss.name == "cross-entropy" and text.partition(":")[0] in COUNTED and 1 < found < logits[1]:
+    config, text, found = opening.config, opening.config.data.source, opening.source.classes
+    if opening.loss.name == "cross-entropy" and text.partition(":")[0] in COUNTED and 1 < found < logits[1]:
         advice = f"--classes {found} would fit" if ":" not in config.model.name else "the others are never right"
         warn(f"the model has {logits[1]} outputs but data {text} has {found} classes; {advice}")
 
@@ -201,7 +185,7 @@ def _require_vocabulary(model: nn.Module, *sources: tuple[str, Source]) -> None:
             )
 
 
-def _warn_about_means(loss: Loss, training: Probe, plan: Plan, warn: Warn) -> None:
+def _warn_about_means(loss: Loss, training: Probe, plan: Plan, warn: Say) -> None:
     """Say that a user's mean is a mean of microbatches' means."""
     if training.divisor is None and plan.microbatches > 1 and (not loss.counts_alike or loss.name == "model"):
         warn(
@@ -229,14 +213,6 @@ def _validation(config: Config, binding: Binding, val: Source, given: Given, sam
     return binding.given(fields)
 
 
-def _evaluation(plan: Plan, study: Callable[..., Probe], given: Given, val: Source, measure: Measure) -> Evaluation:
-    """What an evaluation computes: whole microbatches, and a last one of what is left."""
-    rest = len(val) % plan.samples
-    whole = study(given, training=False, measure=measure)
-    short = study(given.first(rest), training=False, measure=measure) if rest else None
-    return Evaluation(len(val), whole, short)
-
-
 def _require_metric(criterion: Criterion | None, score: Score) -> None:
     """An error where evaluations are compared by a metric that they do not measure."""
     known = metric_values({name: (total, count or 1.0) for name, (total, count) in score.totals.items()})
@@ -245,13 +221,3 @@ def _require_metric(criterion: Criterion | None, score: Score) -> None:
             f"--best names metric '{criterion.metric}', which the evaluations do not measure; add it with --metric "
             f"({did_you_mean(criterion.metric, known)})"
         )
-
-
-def build_as_authored(config: Config) -> nn.Module:
-    """The model as its author's factory builds it, in single precision on the CPU."""
-    return open_model(replace(config, run=replace(config.run, precision="fp32", device="cpu")))
-
-
-def memory_options(config: Config) -> dict[str, int | None]:
-    """The options that decide how much memory preparing takes."""
-    return {"image": config.data.image, "classes": config.model.classes, "batch": config.plan.batch}

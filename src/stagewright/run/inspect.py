@@ -25,7 +25,7 @@ from stagewright.model.weights import Start
 from stagewright.planning.traced import form_of
 from stagewright.profile.shapes import run_units
 from stagewright.run.defaults import resolve_model
-from stagewright.run.samples import bind
+from stagewright.run.opening import bind
 from stagewright.runtime.process.assemble import open_data, open_model
 
 _SAMPLES = 2

@@ -1,8 +1,11 @@
 """Prepare a run: from a configuration to the `Job` that ranks execute.
 
-`prepare` resolves the defaults, opens the data and the model, chooses a plan where the placement is auto, builds the
-plan, checks its schedule, probes the cuts and makes the run folder. Whatever is wrong with the options is an error
-here, before a folder exists or a rank starts.
+open (`run.opening`)   defaults are resolved, data and model opened; where the placement is auto, one is chosen
+plan                   the options become a plan, whose cut is proven
+try                    its stages run once, without training (`run.dry_run`)
+job                    everything that ranks need, in a new folder
+
+Whatever is wrong with the options is an error here, before a folder exists or a rank starts.
 Further down: whether this machine has the devices and the memory that the options ask for.
 """
 
@@ -10,74 +13,48 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
 from stagewright.cluster.topology import ANYWHERE, Cluster
-from stagewright.config.groups import Group
-from stagewright.config.sections import AUTO, MOST_STEPS, Config, PlanConfig
+from stagewright.config.sections import MOST_STEPS, Config, PlanConfig
 from stagewright.data.datasets import names_images
 from stagewright.data.order import Order
-from stagewright.data.sources import Source, cast
-from stagewright.errors import UserError, counted, did_you_mean, first_line, within_memory
-from stagewright.hardware.devices import with_devices
+from stagewright.errors import UserError, counted, did_you_mean, first_line
 from stagewright.hardware.host import num_cores
-from stagewright.model.call import Form, Inputs
+from stagewright.model.call import Form
 from stagewright.model.cut import Chain, Piece, Way
-from stagewright.model.load import is_ours, start_model
-from stagewright.model.probe import Probe
-from stagewright.model.prove import SAMPLES, Proof, first_proven, prove
-from stagewright.model.weights import Start, count_frozen
-from stagewright.objects import load_callable, shown
+from stagewright.model.prove import Proof, first_proven, prove
+from stagewright.model.weights import count_frozen
+from stagewright.objects import load_callable
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
-from stagewright.planning.build import Warn, build_plan, resolved_options, warn_about_lag, with_agreement
+from stagewright.planning.build import build_plan, resolved_options, warn_about_lag, with_agreement
 from stagewright.planning.compare import Interval
 from stagewright.planning.predict import Prediction, predict
 from stagewright.planning.setting import memory_setting, planning_setting, prediction_setting
 from stagewright.planning.simulate import balanced_costs
-from stagewright.run.defaults import few_images, is_open, resolve_model, with_sizes, with_split
-from stagewright.run.dry_run import Task, build_as_authored, dry_run, memory_options
+from stagewright.run.defaults import is_open
+from stagewright.run.dry_run import dry_run
 from stagewright.run.export import rehearse
 from stagewright.run.folder import WEIGHTS_FILE, new_folder
-from stagewright.run.groups import resolve_groups
+from stagewright.run.opening import Opening, open_run
 from stagewright.run.plan import AutoPlan, auto_plan_lines, find_plan, one_device
-from stagewright.run.resume import (
-    Resume,
-    find_checkpoint,
-    keeps_plan,
-    remarks,
-    require_cuts,
-    require_model,
-    require_start,
-    resumed_plan,
-    start_batch,
-)
-from stagewright.run.samples import bind, loss_options
 from stagewright.runtime.comm.device import gpu_of
-from stagewright.runtime.job import Evaluation, Job, criterion_of
+from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.nodes import cluster_of
-from stagewright.runtime.process.assemble import has_channels_last, image_workers, open_data, open_model
-from stagewright.runtime.process.object_pipe import require_portable
+from stagewright.runtime.process.assemble import has_channels_last, image_workers
 from stagewright.runtime.stage.optimizer import OPTIMIZERS, require_factory
-from stagewright.runtime.stage.precision import make_precision
-from stagewright.runtime.stage.scores import load_metrics
 from stagewright.schedule.check import check
+from stagewright.voice import SILENT, Voice
 
 _MPS_FOLDER = "/tmp/nvidia-mps"
 _MOST_EVALUATIONS = 10**6
-_SHORT_LINE = 100  # characters
-Note = Callable[[str], None]  # tells the user something that is no warning
-
-
-def _say_nothing(line: str) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,225 +67,125 @@ class Prepared:
 
 
 def prepare(
-    config: Config,
-    warn: Warn = lambda warning: None,
-    progress: Note = _say_nothing,
+    given: Config | Opening,
+    voice: Voice = SILENT,
     *,
     is_host: bool = True,
     world: int | None = None,
     is_scripted: bool = False,
     keeps_weights: bool = False,
-    note: Note = _say_nothing,
 ) -> Prepared:
     """The job of a configuration; `world` processes have been started for it, unless it is None.
 
-    `note` is told what was assumed and chosen. `keeps_weights`: without --export the trained weights are left in the
-    run folder, where a file can hold them.
+    `keeps_weights`: without --export the trained weights are left in the run folder, where a file can hold them.
     Only the host resumes in the folder of the run it resumes; other machines always get a new one. The job of a
     script's own loop has no end.
     """
-    opened = _open(config, warn, note, progress, is_scripted=is_scripted)
-    config, task, resume = opened.config, opened.task, opened.resume
-    cluster = cluster_of(config) if world is None else ANYWHERE  # the launcher has chosen the machines
-
-    def attempt(config: Config, warn: Warn) -> _Planned:
-        progress("making the plan and proving its cut")
-        chain, resolved, plan, proof = _proven_plan(config, opened.chain, cluster, resume, warn)
-        progress("trying the stages on a few samples")
-        _require_ranks(resolved, plan, world, warn)
-        order = Order(len(task.source), plan.batch, resolved.run.seed, resolved.data.shuffle)
-        batches = MOST_STEPS if is_scripted else _num_batches(resolved, order)
-        plan, start = _starting(resolved, plan, task.source, order, resume, batches, warn)
-        pauses = () if is_scripted else _pauses(resolved, batches, order.batches)
-        _require_checkpoints(resolved, plan, pauses)
-        pieces = chain.cut(plan.cuts)
-        exports = not is_scripted and _exports(resolved, chain.model, pieces, keeps_weights)
-        require_optimizer(resolved, chain.model, pieces)
-        training, evaluation = dry_run(resolved, task, chain, pieces, plan, order, warn, evaluates=bool(pauses))
-        if resume is not None:
-            require_model(resume, chain.model, training.reached)
-        return _Planned(chain, resolved, plan, proof, batches, start, pauses, exports, training, evaluation)
-
-    auto = _auto_plan(opened, world, note) if is_open(config) else None
-    made, auto = _attempted(attempt, config, auto, warn)
-    if auto is not None:
-        _tell(note, auto)
-    config, plan, chain = made.config, made.plan, made.chain
-    _tell_workers(note, config, plan)
-    unit, per_sample = task.source.unit
+    opening = given if isinstance(given, Opening) else open_run(given, voice, is_scripted=is_scripted)
+    started = _Started(world, keeps_weights)
+    auto = _auto_plan(opening, voice, world) if is_open(opening.config) else None
+    if auto is None:
+        job = _tried(opening, started, voice)
+    else:
+        job, auto = _tried_auto(opening, auto, started, voice)
+    _tell_workers(voice, job.config, job.plan)
     if auto is None or auto.prediction is None:
-        prediction, interval = predict_job(config, plan), None  # reports an unsuitable profile before a folder is made
+        prediction, interval = predict_job(job.config, job.plan), None  # reports an unsuitable profile before a folder
     else:
         prediction, interval = auto.prediction, auto.interval
-    folder = _run_folder(config, plan, resume if is_host else None)
-    job = Job(
-        config,
-        plan,
-        made.batches,
-        made.pauses,
-        made.training,
-        made.evaluation,
-        str(folder),
-        task.loss,
-        opened.groups,
-        channels_last=has_channels_last(config, chain.model),
-        draws=chain.draws,
-        is_conditional=chain.is_conditional,
-        way=chain.way,
-        proof=made.proof,
-        weights=opened.weights,
-        frozen=count_frozen(chain.model),
-        samples=len(task.source),
-        fingerprint=task.source.fingerprint,
-        start=made.start,
-        resume=None if resume is None else str(resume.checkpoint.folder),
-        export=(config.run.export or str(folder / WEIGHTS_FILE)) if made.exports else None,
-        unit=unit,
-        per_sample=per_sample,
-        is_scripted=is_scripted,
-    )
-    return Prepared(job, prediction, interval)
+    resume = opening.resume if is_host else None
+    if resume is not None and resume.is_newest and resume.checkpoint.manifest.plan.batch == job.plan.batch:
+        folder = resume.run
+    else:
+        model = Path(job.config.model.name.rpartition(":")[2]).name  # hf: may have a path
+        folder = new_folder(job.config.run.runs, f"{model}-{job.plan.mode}-{job.plan.shape}")
+    export = None if job.export is None else job.config.run.export or str(folder / WEIGHTS_FILE)
+    return Prepared(replace(job, folder=str(folder), export=export), prediction, interval)
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
-    """A configuration with everything resolved but its plan, its data and its model."""
+class _Started:
+    """By whom a run was started."""
 
-    config: Config
-    task: Task
-    chain: Chain
-    weights: Start | None
-    groups: tuple[Group, ...]
-    resume: Resume | None
-    steps: int | None  # to train; None where a script decides that
+    world: int | None  # processes, where another launcher has started them
+    keeps_weights: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A plan, and what follows from it."""
-
-    chain: Chain
-    config: Config
-    plan: Plan
-    proof: Proof | None
-    batches: int
-    start: int
-    pauses: tuple[int, ...]
-    exports: bool
-    training: Probe
-    evaluation: Evaluation | None
-
-
-def _open(config: Config, warn: Warn, note: Note, progress: Note = _say_nothing, *, is_scripted: bool) -> _Opened:
-    """Resolve the device, the data, the model and the batch, and open data and model."""
-    config = with_devices(config)
-    if not (config.run.emulate or is_scripted):  # a script makes its objects on every rank
-        require_portable(config)
-    load_metrics(config.run.metrics)  # reports an unknown one at once
-    criterion_of(config)  # so does this
-    assumed: list[str] = []
-    config = resolve_model(with_split(config, assumed), warn, assumed)
-    task, chain, weights = _open_task(config, progress)
-    groups = resolve_groups(chain.model, config.optimizer)
-    resume = find_checkpoint(config.run.resume) if config.run.resume else None
-    config = replace(config, run=replace(config.run, resume=None))
-    if not is_scripted:
-        config = with_sizes(config, len(task.source), assumed)
-    for line in _assumptions(assumed):
-        note(line)
-    if not is_scripted and resume is None and (advice := few_images(config, len(task.source))):
-        note(advice)
-    threads = config.run.threads if config.run.threads or is_open(config) else 1
-    config = replace(config, run=replace(config.run, threads=threads))
-    steps = None if is_scripted or config.plan.batch is None else config.run.steps
-    if steps is None and not is_scripted and config.plan.batch is not None:
-        steps = (config.run.epochs or 1) * (len(task.source) // config.plan.batch)
-    return _Opened(config, task, chain, weights, groups, resume, steps)
-
-
-def _assumptions(assumed: Sequence[str]) -> list[str]:
-    """What was assumed, in as few lines as are short."""
-    lines: list[str] = []
-    for words in assumed:
-        longer = f"{lines[-1]}; {words}" if lines else f"assumed: {words}"
-        if lines and len(longer) > _SHORT_LINE:
-            lines.append(f"  {words}")
-        else:
-            lines[-1:] = [longer]
-    return lines
-
-
-def _auto_plan(opened: _Opened, world: int | None, note: Note, *, always: bool = False) -> AutoPlan:
-    """What auto comes to on this machine."""
-    _require_one_machine(opened.config, world)
-    _require_unstaged(opened.config.plan)
-    if world is not None:
-        return one_device(opened.config, "one process was started")
-    chain = opened.chain
-    units = [] if chain.way is Way.WHOLE else [name for name in chain.units if name not in chain.impossible]
-    return find_plan(opened.config, chain.example.form, units, opened.steps, note, always=always)
-
-
-def _attempted(
-    attempt: Callable[[Config, Warn], _Planned], config: Config, auto: AutoPlan | None, warn: Warn
-) -> tuple[_Planned, AutoPlan | None]:
-    """What follows from the chosen plan; where it can't be trained, from that of one device."""
-    if auto is None:
-        return attempt(config, warn), None
-    warnings: list[str] = []
-    try:
-        made = attempt(with_auto_plan(config, auto), warnings.append)
-    except UserError as error:
-        if auto.plan.world == 1:
-            raise
-        auto, warnings = one_device(config, f"several ranks can't train it: {first_line(error, 200)}"), []
-        made = attempt(with_auto_plan(config, auto), warnings.append)
-    for warning in warnings:
-        warn(warning)
-    return made, auto
-
-
-def _tell(note: Note, auto: AutoPlan) -> None:
-    for line in auto_plan_lines(auto):
-        note(line)
-
-
-def _tell_workers(note: Note, config: Config, plan: Plan) -> None:
-    """Say in how many processes images are decoded, where that was left open."""
-    is_asked = config.data.workers is not None or not names_images(config.data.source)
-    if not is_asked and (count := image_workers(config, plan, plan.devices[plan.stages[0].ranks[0]].machine)):
-        note(f"each rank that loads images decodes them in {count} processes (--workers 0: in threads)")
-
-
-def with_auto_plan(config: Config, auto: AutoPlan) -> Config:
-    """The configuration with the options that stand for a chosen plan, as its run and a resumed one have them."""
-    plan = resolved_options(config.plan, auto.plan)
-    return replace(config, plan=plan, run=replace(config.run, threads=auto.threads))
-
-
-def explained(config: Config, warn: Warn, note: Note) -> AutoPlan:
+def explained(config: Config, voice: Voice) -> AutoPlan:
     """The plan that a run would have, with every candidate; nothing is trained."""
     if not is_open(config):
         raise UserError(
             f"--explain shows what --placement auto chooses from, but the placement is "
             f"{config.plan.file or config.plan.placement}; leave it out"
         )
-    opened = _open(config, warn, note, is_scripted=False)
-    auto = _auto_plan(opened, None, note, always=True)
-    _tell_workers(note, opened.config, auto.plan)
+    opening = open_run(config, voice)
+    auto = _auto_plan(opening, voice, always=True)
+    _tell_workers(voice, opening.config, auto.plan)
     return auto
 
 
-def planned(config: Config, warn: Warn, note: Note) -> Config:
-    """The configuration of a script with the plan that --placement auto comes to; the script's own loop trains it."""
+def planned(config: Config, voice: Voice) -> Config | Opening:
+    """A script's run with the plan that --placement auto comes to; the script's own loop trains it.
+
+    A run that is resumed is opened again, once its folder is locked.
+    """
     if not is_open(config):
         return config
-    opened = _open(config, warn, note, is_scripted=True)
-    auto = _auto_plan(opened, None, note)
-    _tell(note, auto)
-    resume = config.run.resume  # which opening has taken out
-    found = with_auto_plan(opened.config, auto)
-    return replace(found, run=replace(found.run, resume=resume))
+    opening = open_run(config, voice, is_scripted=True)
+    opening = _by(opening, _told(_auto_plan(opening, voice), voice))
+    found = opening.config
+    return opening if opening.resume is None else replace(found, run=replace(found.run, resume=config.run.resume))
+
+
+# --- Auto -------------------------------------------------------------------------------------------------------------
+
+
+def _auto_plan(opening: Opening, voice: Voice, world: int | None = None, *, always: bool = False) -> AutoPlan:
+    """What auto comes to on this machine."""
+    _require_one_machine(opening.config, world)
+    _require_unstaged(opening.config.plan)
+    if world is not None:
+        return one_device(opening.config, "one process was started")
+    chain = opening.chain
+    units = [] if chain.way is Way.WHOLE else [name for name in chain.units if name not in chain.impossible]
+    return find_plan(opening.config, chain.example.form, units, opening.steps, voice.note, always=always)
+
+
+def _tried_auto(opening: Opening, auto: AutoPlan, started: _Started, voice: Voice) -> tuple[Job, AutoPlan]:
+    """The job by the chosen plan; where that can't be trained, by that of one device."""
+    warnings: list[str] = []
+    held = replace(voice, warn=warnings.append)  # of a plan that is given up nothing is said
+    try:
+        job = _tried(_by(opening, auto), started, held)
+    except UserError as error:
+        if auto.plan.world == 1:
+            raise
+        warnings.clear()
+        auto = one_device(opening.config, f"several ranks can't train it: {first_line(error, 200)}")
+        job = _tried(_by(opening, auto), started, held)
+    for warning in warnings:
+        voice.warn(warning)
+    return job, _told(auto, voice)
+
+
+def _by(opening: Opening, auto: AutoPlan) -> Opening:
+    """The opening with the options that stand for a chosen plan, as its run and a resumed one have them."""
+    plan = resolved_options(opening.config.plan, auto.plan)
+    run = replace(opening.config.run, threads=auto.threads)
+    return replace(opening, config=replace(opening.config, plan=plan, run=run))
+
+
+def _told(auto: AutoPlan, voice: Voice) -> AutoPlan:
+    for line in auto_plan_lines(auto):
+        voice.note(line)
+    return auto
+
+
+def _tell_workers(voice: Voice, config: Config, plan: Plan) -> None:
+    """Say in how many processes images are decoded, where that was left open."""
+    is_asked = config.data.workers is not None or not names_images(config.data.source)
+    if not is_asked and (count := image_workers(config, plan, plan.devices[plan.stages[0].ranks[0]].machine)):
+        voice.note(f"each rank that loads images decodes them in {count} processes (--workers 0: in threads)")
 
 
 def _require_unstaged(plan: PlanConfig) -> None:
@@ -337,40 +214,84 @@ def _require_one_machine(config: Config, world: int | None) -> None:
         )
 
 
-def _open_task(config: Config, progress: Note) -> tuple[Task, Chain, Start | None]:
-    """Open the data and build the model, traced on a few samples; with where its first weights came from."""
-    precision = make_precision(config.run.precision, config.run.device)
-    with within_memory(**memory_options(config), samples=config.data.samples):
-        progress(f"opening {config.data.source}")
-        source = open_data(config, config.data.source)
-        val = open_data(config, config.data.val) if config.data.val else source
-        progress(f"building and tracing {shown(config.model.name)}")
-        model, weights = start_model(
-            config.model.name,
-            config.run.seed,
-            config.model.classes,
-            precision.weights,
-            image=config.data.image,
-            init=None if config.run.resume else config.model.init,  # a checkpoint has all weights
-            frozen=config.model.freeze,
-        )
-        few = cast(source.batch(np.arange(SAMPLES) % len(source)), source.targets, precision.weights)
-        binding = bind(model, tuple(few), source, config)
-        task = Task(source, val, binding, loss_options(config, source, val, few), precision)
-        way = Way.WHOLE if _is_uncut(config) else None
-        return task, _chain(config, model, binding.given(few).inputs, way), weights
+# --- Plan and try -----------------------------------------------------------------------------------------------------
 
 
-def _is_uncut(config: Config) -> bool:
-    """Whether one of our own models is not cut, which the options tell before there is a plan."""
-    plan = config.plan
-    options = (plan.file, plan.cut, plan.shares, plan.profile, config.run.resume)
-    return (
-        is_ours(config.model.name)
-        and plan.placement != AUTO
-        and len(plan.placement.split(".")) == 1
-        and all(option is None for option in options)
+def _tried(opening: Opening, started: _Started, voice: Voice) -> Job:
+    """The job of an opening but for its folder: planned and proven, and its stages run once."""
+    voice.progress("making the plan and proving its cut")
+    cluster = cluster_of(opening.config) if started.world is None else ANYWHERE  # the launcher has chosen the machines
+    opening, plan, proof = first_proven(opening.chain_by, partial(_proven, opening, cluster, voice))
+    voice.progress("trying the stages on a few samples")
+    config, chain, order = opening.config, opening.chain, opening.order(plan)
+    _require_ranks(config, plan, started.world, voice)
+    batches = MOST_STEPS if opening.is_scripted else _num_batches(config, order)
+    pauses = () if opening.is_scripted else _pauses(config, batches, order.batches)
+    _require_checkpoints(config, plan, pauses)
+    pieces = chain.cut(plan.cuts)
+    exports = not opening.is_scripted and _exports(config, chain.model, pieces, started.keeps_weights)
+    require_optimizer(config, chain.model, pieces)
+    training, evaluation = dry_run(opening, plan, pieces, voice, evaluates=bool(pauses))
+    unit, per_sample = opening.source.unit
+    job = Job(
+        config,
+        plan,
+        batches,
+        pauses,
+        training,
+        evaluation,
+        folder="",
+        loss=opening.loss,
+        groups=opening.groups,
+        channels_last=has_channels_last(config, chain.model),
+        draws=chain.draws,
+        is_conditional=chain.is_conditional,
+        way=chain.way,
+        proof=proof,
+        weights=opening.weights,
+        frozen=count_frozen(chain.model),
+        samples=len(opening.source),
+        fingerprint=opening.source.fingerprint,
+        export="" if exports else None,
+        unit=unit,
+        per_sample=per_sample,
+        is_scripted=opening.is_scripted,
     )
+    return job if opening.resume is None else opening.resume.apply(job, chain.model, voice)
+
+
+def _proven(opening: Opening, cluster: Cluster, voice: Voice, chain: Chain) -> tuple[Opening, Plan, Proof | None]:
+    """The plan to train a chain by, and the proof of its cut; the opening has what it was resolved to."""
+    config, plan = _planned(opening, cluster, chain, voice)
+    opening = replace(opening, config=config, chain=chain)
+    if not plan.cuts or config.run.unproven:
+        return opening, plan, None
+    return opening, plan, prove(opening.build, chain, plan.cuts, f"{config.model.name} {config.model.classes}")
+
+
+def _planned(opening: Opening, cluster: Cluster, chain: Chain, voice: Voice) -> tuple[Config, Plan]:
+    """The plan to train, and the configuration with the options that a plan file stands for.
+
+    On resume, the plan is the checkpoint's own where the options have not changed.
+    """
+    config, resume = opening.config, opening.resume
+    plan = None if resume is None else resume.kept_plan(config, chain)
+    if plan is None:
+        plan = build_plan(
+            config.plan,
+            cluster,
+            chain,
+            partial(planning_setting, config, chain),
+            costs=balanced_costs,
+            never_waits=config.run.emulate,  # emulated ranks take turns
+            warn=voice.warn,
+        )
+        if config.plan.file is not None:
+            config = replace(config, plan=resolved_options(config.plan, plan))
+        config = replace(config, plan=replace(config.plan, mode=plan.mode.value, batch=plan.batch))
+        _require_all_machines(config, cluster, plan)
+    warn_about_lag(config, plan, voice.warn)
+    return config, with_agreement(config, plan)
 
 
 def require_optimizer(config: Config, model: nn.Module, pieces: Sequence[Piece]) -> None:
@@ -388,99 +309,23 @@ def require_optimizer(config: Config, model: nn.Module, pieces: Sequence[Piece])
     require_factory(config.optimizer, factory, trained, [names for names in held if names])
 
 
-def _require_ranks(config: Config, plan: Plan, world: int | None, warn: Warn) -> None:
+def _require_ranks(config: Config, plan: Plan, world: int | None, voice: Voice) -> None:
     """An error where the plan's ranks can't run, or could wait for each other for ever."""
     if world is not None and plan.world != world:
         raise UserError(
             f"the plan has {counted(plan.world, 'rank')} but {counted(world, 'process', 'es')} were started; "
             "start one process per rank, or change --placement"
         )
-    require_devices(config, plan, warn)
+    require_devices(config, plan, voice)
     if world is None:
-        _warn_about_cores(config, plan, warn)
+        _warn_about_cores(config, plan, voice)
     check(plan.starting_at(0))
-
-
-def _starting(
-    config: Config, plan: Plan, source: Source, order: Order, resume: Resume | None, batches: int, warn: Warn
-) -> tuple[Plan, int]:
-    """The plan, from the batch that it starts at: 0, or where the run that is resumed has stopped."""
-    if resume is None:
-        return plan, 0
-    start = start_batch(resume, order, source.fingerprint)
-    best = resume.checkpoint.manifest.best_by(criterion_of(config))
-    require_start(plan, start, batches, best, config.run.early_stop)
-    if not plan.computes_as(resume.checkpoint.manifest.plan):
-        plan = plan.starting_at(start)
-    for remark in remarks(config, resume, plan):
-        warn(remark)
-    return plan, start
 
 
 def predict_job(config: Config, plan: Plan) -> Prediction | None:
     """The speed that the profile of a configuration predicts; None where it has none."""
     setting = prediction_setting(config, plan)
     return None if setting is None else predict(plan, setting)
-
-
-def _chain(config: Config, model: nn.Module, example: Inputs, way: Way | None = None) -> Chain:
-    precision = make_precision(config.run.precision, config.run.device)
-    build = partial(open_model, config)
-    return Chain(
-        model,
-        example,
-        context=precision.forward_context,
-        device=config.run.device,
-        way=way,
-        build=build,
-        is_plain=is_ours(config.model.name),
-    )
-
-
-def _proven_plan(
-    config: Config, chain: Chain, cluster: Cluster, resume: Resume | None, warn: Warn
-) -> tuple[Chain, Config, Plan, Proof | None]:
-    """The plan to train, by the first way of cutting the model whose pieces are proven to compute what it does."""
-
-    def attempt(chain: Chain) -> tuple[Chain, Config, Plan, Proof | None]:
-        resolved, plan = _plan_for(config, chain, cluster, resume, warn)
-        if not plan.cuts or config.run.unproven:
-            return chain, resolved, plan, None
-        identity = f"{resolved.model.name} {resolved.model.classes}"
-        return chain, resolved, plan, prove(partial(build_as_authored, resolved), chain, plan.cuts, identity)
-
-    def chain_by(way: Way | None) -> Chain:
-        return chain if way is None else _chain(config, chain.model, chain.example, way)
-
-    return first_proven(chain_by, attempt)
-
-
-def _plan_for(config: Config, chain: Chain, cluster: Cluster, resume: Resume | None, warn: Warn) -> tuple[Config, Plan]:
-    """The plan to train, and the configuration with the options that a plan file stands for.
-
-    On resume, the plan is the checkpoint's own where the options have not changed.
-    """
-    if resume is not None and keeps_plan(config, resume):
-        plan = resume.checkpoint.manifest.plan
-        if chain.way is not Way.WHOLE:  # else the model can't be cut at all, which is said where it is
-            require_cuts(resume, plan, chain.units)
-    else:
-        plan = build_plan(
-            config.plan,
-            cluster,
-            chain,
-            partial(planning_setting, config, chain),
-            costs=balanced_costs,
-            never_waits=config.run.emulate,  # emulated ranks take turns
-            warn=warn,
-        )
-        if config.plan.file is not None:
-            config = replace(config, plan=resolved_options(config.plan, plan))
-        config = replace(config, plan=replace(config.plan, mode=plan.mode.value, batch=plan.batch))
-        _require_all_machines(config, cluster, plan)
-        plan = plan if resume is None else resumed_plan(plan, resume)
-    warn_about_lag(config, plan, warn)
-    return config, with_agreement(config, plan)
 
 
 def _require_all_machines(config: Config, cluster: Cluster, plan: Plan) -> None:
@@ -530,14 +375,6 @@ def _require_checkpoints(config: Config, plan: Plan, pauses: Sequence[int]) -> N
         )
 
 
-def _run_folder(config: Config, plan: Plan, resume: Resume | None) -> Path:
-    """A new folder, or on resume from a run's newest checkpoint with the same batch size, that run's folder."""
-    if resume is not None and resume.is_newest and resume.checkpoint.manifest.plan.batch == plan.batch:
-        return resume.run
-    model = Path(config.model.name.rpartition(":")[2]).name  # hf: may have a path
-    return new_folder(config.run.runs, f"{model}-{plan.mode}-{plan.shape}")
-
-
 def _exports(config: Config, model: nn.Module, pieces: Sequence[Piece], keeps_weights: bool) -> bool:
     """Whether trained weights are written: to --export, or where they are kept and can be, to the run folder."""
     if config.run.export:
@@ -552,7 +389,7 @@ def _exports(config: Config, model: nn.Module, pieces: Sequence[Piece], keeps_we
     return True
 
 
-def require_devices(config: Config, plan: Plan, warn: Callable[[str], None]) -> None:
+def require_devices(config: Config, plan: Plan, voice: Voice) -> None:
     """An error where the placement names GPUs that this machine lacks, or shares one that can't be shared."""
     run = config.run
     if run.device != "cuda" or run.emulate:
@@ -572,19 +409,19 @@ def require_devices(config: Config, plan: Plan, warn: Callable[[str], None]) -> 
         return
     folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_FOLDER))
     if not (folder / "control").exists():
-        warn(
+        voice.warn(
             f"{most} ranks share GPU {gpu} and CUDA MPS is not running, so they take turns and are slower; "
             "start it with nvidia-cuda-mps-control -d"
         )
 
 
-def _warn_about_cores(config: Config, plan: Plan, warn: Warn) -> None:
+def _warn_about_cores(config: Config, plan: Plan, voice: Voice) -> None:
     """Warn where the CPU ranks of this machine have more threads than it has cores."""
     run, cores, threads = config.run, num_cores(), config.run.threads or 1
     is_one_machine = len({device.machine for device in plan.devices}) == 1
     if run.device == "cpu" and not run.emulate and is_one_machine and plan.world * threads > cores:
         each = f" with {threads} threads each" if threads > 1 else ""
-        warn(
+        voice.warn(
             f"{counted(plan.world, 'CPU rank')}{each} share {counted(cores, 'core')} and take turns, so their speed "
             "says little; use fewer ranks, or --emulate to try a plan"
         )

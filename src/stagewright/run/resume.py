@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +11,9 @@ from torch import nn
 
 from stagewright.config.sections import Config
 from stagewright.config.toml import Tables, config_within_bounds, keys_of, make_config
-from stagewright.data.order import Order
 from stagewright.errors import UserError
 from stagewright.events import Best
+from stagewright.model.cut import Chain, Way
 from stagewright.model.prove import Differs
 from stagewright.objects import shown
 from stagewright.plan.plan import Plan
@@ -27,7 +27,8 @@ from stagewright.runtime.checkpoint.folder import (
     open_checkpoint,
 )
 from stagewright.runtime.checkpoint.format import EMA, FROZEN, MANIFEST, CheckpointError
-from stagewright.runtime.job import criterion_of
+from stagewright.runtime.job import Job, criterion_of
+from stagewright.voice import SILENT, Voice
 
 # Where one of the first is given on resume, the checkpoint's values of the second no longer apply.
 _NEW_PLAN = ("placement", "mode", "file")
@@ -43,6 +44,83 @@ class Resume:
     run: Path
     is_newest: bool  # of its run
     remarks: tuple[str, ...] = ()
+
+    def kept_plan(self, config: Config, chain: Chain) -> Plan | None:
+        """The plan that the checkpoint was made with; None where the options now describe another."""
+        before, plan = make_config(self.checkpoint.manifest.config, given=()), self.checkpoint.manifest.plan
+        if config.plan != before.plan or config.optimizer.clip != before.optimizer.clip:
+            return None
+        if chain.way is not Way.WHOLE:  # else the model can't be cut at all, which is said where it is
+            self.require_cuts(plan, chain.units)
+        return plan
+
+    def require_cuts(self, plan: Plan, units: Collection[str]) -> None:
+        """A difference where the plan cuts before a unit that the model does not have, cut in this way."""
+        unknown = [cut for cut in plan.cuts if cut not in units]
+        if unknown:
+            raise Differs(
+                f"checkpoint {self.checkpoint.folder} cuts its model before '{unknown[0]}', which this model does not "
+                f"have; {self._made_with}"
+            )
+
+    @property
+    def _made_with(self) -> str:
+        return f"it was made with model {shown(self.checkpoint.manifest.config['model']['name'])}"
+
+    def apply(self, job: Job, model: nn.Module, voice: Voice = SILENT) -> Job:
+        """The job as it continues from the checkpoint: its plan from the batch where that stands.
+
+        An error where the checkpoint does not fit the job's data, plan or model. Where the plan is a new one that
+        computes what the checkpoint's does, it keeps the origins of its versions.
+        """
+        manifest, made = self.checkpoint.manifest, job.plan
+        start = manifest.position.in_batches_of(job.order, manifest.plan.batch).resume(job.order, job.fingerprint)
+        require_start(made, start, job.batches, manifest.best_by(job.criterion), job.config.run.early_stop)
+        plan = made.starting_at(start)
+        if len(made.stages) == len(manifest.plan.stages):
+            pairs = zip(made.stages, manifest.plan.stages, strict=True)
+            same = replace(made, stages=tuple(replace(stage, origin=old.origin) for stage, old in pairs))
+            plan = same if same.computes_as(manifest.plan) else plan
+        self._require_model(model, job.training.reached)
+        for remark in (*self.remarks, *self._remarks(job.config, plan)):
+            voice.warn(remark)
+        return replace(job, plan=plan, start=start, resume=str(self.checkpoint.folder))
+
+    def _require_model(self, model: nn.Module, reached: Collection[str]) -> None:
+        """An error where the checkpoint lacks a parameter that is trained, or has it in another shape."""
+        folder, shapes = self.checkpoint.folder, self.checkpoint.shapes()
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in reached:
+                names.setdefault(id(parameter), []).append(name)
+        for tied in names.values():
+            held = next((name for name in tied if name in shapes), None)
+            if held is None and self.checkpoint.read(FROZEN, tied):
+                raise UserError(
+                    f"checkpoint {folder} has parameter '{tied[0]}' frozen, and now it would be trained; resume "
+                    "with the --freeze of that run, or start from an export of it by --init"
+                )
+            if held is None:
+                raise UserError(f"checkpoint {folder} has no parameter '{tied[0]}'; {self._made_with}")
+            if shapes[held] != (wanted := list(model.get_parameter(held).shape)):
+                raise UserError(
+                    f"checkpoint {folder} has parameter '{held}' of shape {shapes[held]}, the model {wanted}; "
+                    f"{self._made_with}"
+                )
+
+    def _remarks(self, config: Config, plan: Plan) -> Iterator[str]:
+        """What a user should know about resuming with these options."""
+        manifest, criterion = self.checkpoint.manifest, criterion_of(config)
+        name, before = config.optimizer.name, make_config(manifest.config, given=()).optimizer.name
+        if not plan.computes_as(manifest.plan):
+            lag = "" if plan.is_synchronous else ", and lag builds up again"
+            yield f"the plan has changed: the run resumes from the newest weights{lag}"
+        if before != name:
+            yield f"the checkpoint has the state of {before}; {name} starts without any"
+        if config.optimizer.ema is not None and not self.checkpoint.has(EMA):
+            yield f"the checkpoint has no averaged weights; --ema {config.optimizer.ema:g} starts from its weights"
+        if criterion is not None and (manifest.best is None or manifest.best.criterion != criterion):
+            yield f"the checkpoint knows no best {criterion.metric}: evaluations are compared from here on"
 
 
 def named_folder(text: str) -> Path:
@@ -106,28 +184,6 @@ def _without_replaced(before: Tables, new: Collection[str]) -> Tables:
     return tables
 
 
-def resumed_plan(made: Plan, resume: Resume) -> Plan:
-    """A newly made plan, with the origins of the checkpoint's plan where it then computes the same."""
-    before = resume.checkpoint.manifest.plan
-    if len(made.stages) != len(before.stages):
-        return made
-    stages = tuple(replace(stage, origin=old.origin) for stage, old in zip(made.stages, before.stages, strict=True))
-    same = replace(made, stages=stages)
-    return same if same.computes_as(before) else made
-
-
-def keeps_plan(config: Config, resume: Resume) -> bool:
-    """Whether the options describe the plan that the checkpoint was made with."""
-    before = make_config(resume.checkpoint.manifest.config, given=())
-    return config.plan == before.plan and config.optimizer.clip == before.optimizer.clip
-
-
-def start_batch(resume: Resume, order: Order, fingerprint: str) -> int:
-    """The batch to resume at; an error where its samples would differ."""
-    manifest = resume.checkpoint.manifest
-    return manifest.position.in_batches_of(order, manifest.plan.batch).resume(order, fingerprint)
-
-
 def require_start(plan: Plan, start: int, batches: int, best: Best | None, early_stop: int | None) -> None:
     """An error where nothing is left to train, or where the plan can't start at this batch.
 
@@ -146,56 +202,3 @@ def require_start(plan: Plan, start: int, batches: int, best: Best | None, early
             f"the checkpoint is at batch {start}, but with mode {plan.mode} on this placement rounds end together only "
             f"every {plan.pause_step} batches; use another placement, or a checkpoint at such a batch"
         )
-
-
-def require_model(resume: Resume, model: nn.Module, reached: Collection[str]) -> None:
-    """An error where the checkpoint lacks a parameter that is trained, or has it in another shape."""
-    checkpoint, shapes = resume.checkpoint, resume.checkpoint.shapes()
-    made_with = f"it was made with model {shown(checkpoint.manifest.config['model']['name'])}"
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in reached:
-            names.setdefault(id(parameter), []).append(name)
-    for tied in names.values():
-        held = next((name for name in tied if name in shapes), None)
-        if held is None and checkpoint.read(FROZEN, tied):
-            raise UserError(
-                f"checkpoint {checkpoint.folder} has parameter '{tied[0]}' frozen, and now it would be trained; resume "
-                "with the --freeze of that run, or start from an export of it by --init"
-            )
-        if held is None:
-            raise UserError(f"checkpoint {checkpoint.folder} has no parameter '{tied[0]}'; {made_with}")
-        if shapes[held] != (wanted := list(model.get_parameter(held).shape)):
-            raise UserError(
-                f"checkpoint {checkpoint.folder} has parameter '{held}' of shape {shapes[held]}, the model {wanted}; "
-                f"{made_with}"
-            )
-
-
-def require_cuts(resume: Resume, plan: Plan, units: Collection[str]) -> None:
-    """A difference where the checkpoint's plan cuts before a unit that the model does not have, cut in this way."""
-    unknown = [cut for cut in plan.cuts if cut not in units]
-    if unknown:
-        made_with = resume.checkpoint.manifest.config["model"]["name"]
-        raise Differs(
-            f"checkpoint {resume.checkpoint.folder} cuts its model before '{unknown[0]}', which this model does not "
-            f"have; it was made with model {shown(made_with)}"
-        )
-
-
-def remarks(config: Config, resume: Resume, plan: Plan) -> list[str]:
-    """What a user should know about resuming with these options."""
-    said = list(resume.remarks)
-    manifest = resume.checkpoint.manifest
-    old = make_config(manifest.config, given=())
-    if not plan.computes_as(manifest.plan):
-        lag = "" if plan.is_synchronous else ", and lag builds up again"
-        said.append(f"the plan has changed: the run resumes from the newest weights{lag}")
-    if old.optimizer.name != config.optimizer.name:
-        said.append(f"the checkpoint has the state of {old.optimizer.name}; {config.optimizer.name} starts without any")
-    if config.optimizer.ema is not None and not resume.checkpoint.has(EMA):
-        said.append(f"the checkpoint has no averaged weights; --ema {config.optimizer.ema:g} starts from its weights")
-    criterion = criterion_of(config)
-    if criterion is not None and (manifest.best is None or manifest.best.criterion != criterion):
-        said.append(f"the checkpoint knows no best {criterion.metric}: evaluations are compared from here on")
-    return said

@@ -30,6 +30,7 @@ from stagewright.errors import Interrupted, RunFailed, UserError, printable
 from stagewright.events import Score, Scored
 from stagewright.report.live.terminal import say
 from stagewright.run.folder import run_lock
+from stagewright.run.opening import Opening
 from stagewright.run.prepare import prepare
 from stagewright.run.resume import resumed_run
 from stagewright.run.train import Host, headline, hosted, run, write_report, write_start
@@ -46,6 +47,7 @@ from stagewright.runtime.process.torch_flags import keep_freed_memory, preserved
 from stagewright.runtime.script.feed import Batches, BatchLoader
 from stagewright.runtime.script.session import Session
 from stagewright.runtime.stage.precision import make_precision
+from stagewright.voice import Voice
 
 WriteStates = Callable[[list[dict[str, Tensor]]], object]
 OPTIONS = "STAGEWRIGHT_OPTIONS"  # environment variable: tables of options that `stagewright run` was given
@@ -67,11 +69,11 @@ class Ranks(Protocol):
     def close(self, *, is_stopped: bool = False) -> None: ...
 
 
-def launch_script(config: Config) -> NoReturn:
+def launch_script(given: Config | Opening) -> NoReturn:
     """Run the script that called this once per rank, to its end; this process ends with it."""
     console = Console(stderr=True)
     try:
-        run(config, _Quiet(stderr=True), script=script_command())
+        run(given, _Quiet(stderr=True), script=script_command())
     except (UserError, RunFailed, Interrupted) as error:
         what = "interrupted " if isinstance(error, Interrupted) else ""
         say(console, f"stagewright: {what}{printable(str(error))}", soft_wrap=True)
@@ -106,7 +108,7 @@ def is_launched(config: Config) -> bool:
 class Alone:
     """All ranks in this process."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, given: Config | Opening) -> None:
         self._stack = ExitStack()
         self._console = _Quiet(stderr=True)
         warnings: list[str] = []
@@ -116,12 +118,14 @@ class Alone:
             say(self._console, f"warning: {warning}")
 
         self._warn = warn
-        if config.run.threads is None and not config.run.emulate:  # emulated ranks have as many as real ones
-            config = replace(config, run=replace(config.run, threads=torch.get_num_threads()))
-        resumed = resumed_run(config.run.resume) if config.run.resume else None
+        resumed = None
+        if isinstance(given, Config):
+            if given.run.threads is None and not given.run.emulate:  # emulated ranks have as many as real ones
+                given = replace(given, run=replace(given.run, threads=torch.get_num_threads()))
+            resumed = resumed_run(given.run.resume) if given.run.resume else None
         if resumed is not None:
             self._stack.enter_context(run_lock(resumed))
-        self.job = job = prepare(config, warn, is_scripted=True).job
+        self.job = job = prepare(given, Voice(warn), is_scripted=True).job
         if Path(job.folder) != resumed:
             self._stack.close()
             self._stack.enter_context(run_lock(Path(job.folder)))

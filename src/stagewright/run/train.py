@@ -44,6 +44,7 @@ from stagewright.run.export import export_checkpoint, export_states, require_tar
 from stagewright.run.folder import PLAN_FILE, PROOF_FILE, WEIGHTS_FILE, failure_recorded, run_lock
 from stagewright.run.observe.monitor import Callback, Callbacks, check_monitor_rate, fan_out, monitored, usage_totals
 from stagewright.run.observe.trackers import require_tracker, tracked
+from stagewright.run.opening import Opening
 from stagewright.run.prepare import Prepared, memory_advice, predict_job, prepare
 from stagewright.run.report import open_run, write_page
 from stagewright.run.resume import resumed_run
@@ -61,6 +62,7 @@ from stagewright.runtime.process.signals import stop_on_signal
 from stagewright.runtime.process.spare import SpareRanks
 from stagewright.runtime.process.supervisor import NewestCheckpoint
 from stagewright.runtime.process.torch_flags import preserved_state
+from stagewright.voice import Voice
 
 _DIVERGED = 1e3  # times the first loss, and at least that loss: no run recovers from it
 _LAST_LOSSES = 5  # all of which are that large: a single bad batch is none
@@ -137,7 +139,7 @@ class Result:
 
 
 def run(
-    config: Config,
+    given: Config | Opening,
     console: Console | None = None,
     callbacks: Sequence[Callback] = (),
     script: Sequence[str] | None = None,
@@ -158,21 +160,21 @@ def run(
     The host calls the callbacks with every record. Where one returns True the run stops after a checkpoint, and its
     result is that of the steps so far; what one raises is raised after the same.
     """
-    console = console or Console(quiet=True)
+    console, config = console or Console(quiet=True), given.config if isinstance(given, Opening) else given
     check_monitor_rate(config)
     require_tracker(config)
     site = find_site(config.nodes)
     place = find_rank(config)
     if place is None:
-        return _run(config, console, site, callbacks, script, keeps_weights, progress or Progress(), spare)
+        return _run(given, console, site, callbacks, script, keeps_weights, progress or Progress(), spare)
     with ExternalGroup(place, config.nodes.join_timeout) as group:
         if place.rank:
             return _run_other_rank(group, script)
-        return _run(config, console, group, callbacks, script, keeps_weights, progress or Progress(), None)
+        return _run(given, console, group, callbacks, script, keeps_weights, progress or Progress(), None)
 
 
 def _run(
-    config: Config,
+    given: Config | Opening,
     console: Console,
     site: Site | ExternalGroup | None,
     callbacks: Sequence[Callback],
@@ -182,6 +184,7 @@ def _run(
     spare: SpareRanks | None,
 ) -> Result:
     """Prepare and run this machine's part of a configuration, or rank 0's."""
+    config = given.config if isinstance(given, Opening) else given
     warnings: list[str] = []
     group = site if isinstance(site, ExternalGroup) else None
 
@@ -204,14 +207,12 @@ def _run(
                 locks.enter_context(run_lock(resumed))  # before it is read: a run in training deletes its checkpoints
             world = group.place.world if group else None
             prepared = prepare(
-                config,
-                warn,
-                progress,
+                given,
+                Voice(warn, note, progress),
                 is_host=is_host,
                 world=world,
                 is_scripted=script is not None,
                 keeps_weights=keeps_weights,
-                note=note,
             )
         else:
             resumed, prepared = None, Prepared(job, predict_job(job.config, job.plan))

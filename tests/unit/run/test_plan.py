@@ -27,6 +27,7 @@ from stagewright.run import profile as profiles
 from stagewright.run.plan import ask, auto_plan_lines, find_plan
 from stagewright.run.prepare import prepare
 from stagewright.run.train import run
+from stagewright.voice import Voice
 from tests.commands import prints
 
 MODEL = "vgg-small"
@@ -239,10 +240,10 @@ def test_classes_and_the_batch_are_those_of_the_data(tmp_path: Path) -> None:
         "data": {"source": f"tensors:{file}"},
         "run": {"steps": 1, "emulate": True, "device": "cpu", "runs": str(tmp_path)},
     }
-    job = prepare(make_config(common), warnings.append, note=said.append).job
+    job = prepare(make_config(common), Voice(warnings.append, said.append)).job
     assert (job.config.model.classes, job.plan.batch) == (3, 8) and not warnings
     assert "3 classes" in said[0] and "batch 8" in said[0]
-    prepare(make_config(common, {"model": {"classes": 10}}), warnings.append)
+    prepare(make_config(common, {"model": {"classes": 10}}), Voice(warnings.append))
     assert len(warnings) == 1 and "10 outputs" in warnings[0] and "3 classes" in warnings[0]
     with pytest.raises(UserError, match="labels up to 2 but the model has 2 outputs"):
         prepare(make_config(common, {"model": {"classes": 2}}))
@@ -259,12 +260,12 @@ def test_small_images_are_not_enlarged_and_few_of_them_get_advice(tmp_path: Path
         "data": {"source": f"folder:{tmp_path / 'photos'}"},
         "run": {"steps": 1, "emulate": True, "device": "cpu", "runs": str(tmp_path)},
     }
-    job = prepare(make_config(common), note=said.append).job
+    job = prepare(make_config(common), Voice(note=said.append)).job
     assert job.config.data.image == 96 and "side 96, as the median has 115 pixels (the model's is 224)" in said[0]
     (advice,) = [line for line in said if "advice" in line]
     assert "8 images" in advice and "1,000" in advice and "--init" in advice
     said.clear()
-    prepare(make_config(common, {"model": {"name": "vgg-small"}}), note=said.append)
+    prepare(make_config(common, {"model": {"name": "vgg-small"}}), Voice(note=said.append))
     assert not any("advice" in line for line in said), "of a model without public weights there is none"
 
 

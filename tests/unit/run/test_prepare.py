@@ -24,6 +24,7 @@ from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.comm.nccl import uses_nccl
 from stagewright.runtime.process.assemble import image_workers
 from stagewright.runtime.stage.precision import make_precision
+from stagewright.voice import Voice
 from tests.commands import fails
 from tests.pictures import make_ofrecord
 
@@ -69,7 +70,7 @@ def test_says_how_many_processes_decode_where_that_was_left_open(
     tables = {"model": {"name": "resnet8"}, "plan": {"placement": "0:0", "batch": 4}, "run": {"runs": str(tmp_path)}}
     said: list[str] = []
     for given in ({}, {"workers": 1}):
-        prepare(make_config({**tables, "data": {**data, **given}}), note=said.append)
+        prepare(make_config({**tables, "data": {**data, **given}}), Voice(note=said.append))
     assert [line for line in said if "--workers" in line] == [
         "each rank that loads images decodes them in 5 processes (--workers 0: in threads)"
     ]
@@ -85,7 +86,7 @@ def _check(placement: str, gpus: int, monkeypatch: pytest.MonkeyPatch, **run: An
     config = make_config({"run": {"device": "cuda", **run}})
     warnings: list[str] = []
     plan = make_plan(parse_placement(placement), batch=64, mode=Mode.STALE)
-    require_devices(config, plan, warnings.append)
+    require_devices(config, plan, Voice(warnings.append))
     return warnings
 
 
@@ -168,6 +169,6 @@ def test_classes_are_only_assumed_for_a_loss_of_classes(tmp_path: Path) -> None:
         assumed: list[str] = []
         tables = {"model": {"name": "tests.models:plain"}, "data": {"source": f"tensors:{tmp_path}/data.safetensors"}}
         config = make_config({**tables, "loss": {"name": loss}}, given=())
-        said[loss] = (resolve_model(config, assumed=assumed).model.classes, assumed)
+        said[loss] = (resolve_model(config, Voice(note=assumed.append)).model.classes, assumed)
     assert said["auto"] == said["cross-entropy"] == (3, ["3 classes"])
     assert said["mse"] == said["model"] == (10, [])

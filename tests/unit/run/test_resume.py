@@ -18,15 +18,17 @@ import stagewright
 from stagewright.cli.main import main
 from stagewright.errors import Interrupted
 from stagewright.events import ShareSaved
+from stagewright.model.cut import Chain
 from stagewright.model.prove import Differs
 from stagewright.run.folder import run_lock
 from stagewright.run.prepare import prepare
-from stagewright.run.resume import find_checkpoint, keeps_plan, require_cuts, resumed_config
+from stagewright.run.resume import find_checkpoint, resumed_config
 from stagewright.run.train import Result
 from stagewright.runtime.checkpoint import save as saver
 from stagewright.runtime.checkpoint.commit import Committer
 from stagewright.runtime.checkpoint.folder import checkpoints_folder, list_folders
 from stagewright.runtime.process.signals import stop_on_signal
+from stagewright.voice import Voice
 from tests.commands import fails, prints
 from tests.keeping import same_bits
 
@@ -109,7 +111,7 @@ def test_a_run_by_a_plan_file_keeps_its_plan_without_the_file(tmp_path: Path) ->
 
 def test_warns_on_resume_when_the_learning_rate_is_unstable_at_this_lag(half: Path) -> None:
     said: list[str] = []
-    prepare(resumed_config({"run": {"resume": str(half)}, "optimizer": {"lr": 0.5}}), said.append)
+    prepare(resumed_config({"run": {"resume": str(half)}, "optimizer": {"lr": 0.5}}), Voice(said.append))
     assert len(said) == 1 and "stable up to" in said[0] and "--lr 0.5" in said[0]
 
 
@@ -179,7 +181,8 @@ def test_a_run_that_clips_from_now_on_has_another_plan(half: Path) -> None:
         resumed_config({"run": {"resume": str(half)}, "optimizer": options}) for options in ({}, {"clip": 1.0})
     )
     resume = find_checkpoint(str(half))
-    assert keeps_plan(same, resume) and not keeps_plan(clipped, resume)
+    chain = Chain(net(), torch.zeros(1, 3, 8, 8))
+    assert resume.kept_plan(same, chain) and not resume.kept_plan(clipped, chain)
 
 
 def test_a_new_placement_drops_the_old_cut(half: Path) -> None:
@@ -223,9 +226,9 @@ def test_another_way_of_cutting_may_know_the_cuts_of_a_checkpoint(half: Path) ->
     """So it is a difference, after which the next way is tried, and no error that ends the search."""
     resume = find_checkpoint(str(half))
     plan = resume.checkpoint.manifest.plan
-    require_cuts(resume, plan, ["0", "3"])
+    resume.require_cuts(plan, ["0", "3"])
     with pytest.raises(Differs, match="before '3'"):
-        require_cuts(resume, plan, ["blocks.0", "blocks.1"])
+        resume.require_cuts(plan, ["blocks.0", "blocks.1"])
 
 
 def test_refuses_a_run_without_an_intact_checkpoint(capsys: pytest.CaptureFixture[str], half: Path) -> None:

@@ -15,11 +15,11 @@ from torch.nn import functional
 import stagewright
 from stagewright.config.toml import make_config
 from stagewright.data.own import DatasetSource
-from stagewright.run.samples import Binding, bind
+from stagewright.run.opening import Binding, bind
 from tests.commands import fails
 from tests.tasks import Perceptron
 
-HERE = "tests.unit.run.test_samples"
+HERE = "tests.unit.run.test_opening"
 _SAMPLES = 24
 _NUMBERS = torch.randn(_SAMPLES, 6, generator=torch.Generator().manual_seed(0))
 _LABELS = torch.randint(3, (_SAMPLES,), generator=torch.Generator().manual_seed(1))
