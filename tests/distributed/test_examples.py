@@ -31,7 +31,7 @@ from tests.examples import (
     plain_gpt,
     train,
 )
-from tests.marks import nightly
+from tests.marks import daily, nightly
 from tests.waiting import LONG
 
 STAGES = ("--placement", "0:0.0:1", "--mode", "sync")
@@ -66,8 +66,7 @@ def assert_same_bits(found: Trained, expected: Trained) -> None:
     assert all((found.state[name] == tensor).all() for name, tensor in expected.state.items())
 
 
-@nightly
-@pytest.mark.parametrize("example", ALL, ids=lambda one: one.name)
+@pytest.mark.parametrize("example", daily(ALL, len(ALL)), ids=lambda one: one.name)
 def test_two_ranks_train_what_plain_pytorch_does(example: Example, tmp_path: Path) -> None:
     """With the bits of emulated ranks."""
     example.require()

@@ -180,7 +180,6 @@ def test_either_machine_waits_for_the_other_and_names_it(pair: Machines, tmp_pat
         assert f"waiting for {other}" in out
 
 
-@soak
 def test_both_machines_name_a_killed_rank_and_stop(pair: Machines, tmp_path: Path) -> None:
     runs = Runs(pair, tmp_path, replace(STAGES, steps=1_000_000), *LIMITS)
     both = [runs.start(0), runs.start(1)]

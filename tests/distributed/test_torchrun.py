@@ -31,7 +31,6 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
     return process.returncode, out, [line for line in error.splitlines() if line.startswith("stagewright: ")]
 
 
-@nightly
 def test_trains_the_same_weights_as_the_command_itself(tmp_path: Path) -> None:
     options = ("--steps", "6", "--samples", "64", "--eval-every", "3")
     weights = [tmp_path / "alone.safetensors", tmp_path / "torchrun.safetensors"]
