@@ -28,9 +28,9 @@ from stagewright.errors import Interrupted, counted
 from stagewright.metrics import MIB, format_metric, metric_label
 from stagewright.planning.predict import IMAGENET
 from stagewright.report.charts import COLOURS
-from stagewright.report.figures import upper_first
 from stagewright.report.live.terminal import plain_table, say
 from stagewright.report.page import Bar, Bars, Block, Listing, Page, Summary, Table
+from stagewright.report.words import upper_first
 from stagewright.run.folder import new_folder
 from stagewright.run.report import write_page
 

@@ -9,13 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
+from stagewright.events import File
 from stagewright.metrics import MIB
+from stagewright.report.columns import Column
 from stagewright.report.live.progress import ProgressLine
-from stagewright.report.live.terminal import open_console, plain_table, print_lines
+from stagewright.report.live.terminal import open_console, print_lines, print_table
 from stagewright.run.export import export_checkpoint
 from stagewright.run.resume import BEST, find_checkpoint, named_folder
 from stagewright.runtime.checkpoint.folder import Checkpoint, best_folder, list_folders, open_checkpoint
 from stagewright.runtime.checkpoint.format import MANIFEST, CheckpointError, CheckpointGone
+
+_FILES: tuple[Column[File], ...] = (
+    Column("file", lambda file: file.name, is_text=True),
+    Column("bytes", lambda file: file.bytes, "{:,}"),
+    Column("hash", lambda file: file.blake2b[:16], is_text=True, wraps=True),
+)
 
 
 def run_list(parsed: argparse.Namespace) -> None:
@@ -64,10 +72,7 @@ def run_show(parsed: argparse.Namespace) -> None:
     print_lines(f"after step {row['batch']}: batch {manifest.position.batch} of epoch {manifest.position.epoch + 1}")
     print_lines(f"model {row['model']}, optimizer {row['optimizer']}, plan {row['plan']}")
     print_lines(", ".join(f"{kind} {size / MIB:,.1f} MiB" for kind, size in by_kind.items()))
-    table = plain_table("file", "bytes", "hash", left=("file", "hash"), no_wrap=("file", "bytes"))
-    for file in manifest.files:
-        table.add_row(file.name, f"{file.bytes:,}", file.blake2b[:16])
-    open_console().print(table)
+    print_table(open_console(), _FILES, manifest.files)
 
 
 def run_verify(parsed: argparse.Namespace) -> None:

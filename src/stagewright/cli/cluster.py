@@ -10,10 +10,9 @@ import json
 import re
 from collections import Counter
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
 
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import parse_placement
@@ -23,10 +22,39 @@ from stagewright.errors import UserError
 from stagewright.files import write_text
 from stagewright.hardware.cluster_file import ImportOptions, checked_toml, import_texts, import_this_machine
 from stagewright.metrics import GIB
-from stagewright.report.live.terminal import open_console, plain_table, print_lines, say
+from stagewright.report.columns import Column
+from stagewright.report.live.terminal import open_console, print_lines, print_table, say
 
-_DEVICE_COLUMNS = ("device", "GiB", "GB/s", "fp32 T", "fp16 T", "W", "USD", "calibrated")
 _CLUSTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+_MACHINES = "{count} x {devices} {device}"
+_WRAPS: dict[str, Any] = {"is_text": True, "wraps": True}
+_CLUSTERS: tuple[Column[dict[str, Any]], ...] = (
+    Column("cluster", itemgetter("name"), **_WRAPS),
+    Column("devices", itemgetter("number")),
+    Column(
+        "machines",
+        lambda cluster: ", ".join(map("{count} x {devices} {device}".format_map, cluster["machines"])),
+        **_WRAPS,
+    ),
+    Column("links", itemgetter("links"), ", ".join, **_WRAPS),
+)
+_DEVICES: tuple[Column[dict[str, Any]], ...] = (
+    Column("device", itemgetter("name"), **_WRAPS),
+    Column("GiB", lambda device: device["memory"] / GIB, "{:.0f}"),
+    Column("GB/s", lambda device: device["bandwidth"] / 1e9, "{:,.0f}"),
+    Column("fp32 T", lambda device: _tera(device, "fp32"), "{:,.1f}"),
+    Column("fp16 T", lambda device: _tera(device, "fp16"), "{:,.1f}"),
+    Column("W", lambda device: device["watts"] or None, "{:,.0f}"),
+    Column("USD", lambda device: device["usd"] or None, "{:,.0f}"),
+    Column("calibrated", lambda device: [*device["measured"], *_fitted(device)], ", ".join, **_WRAPS),
+)
+_LINKS: tuple[Column[dict[str, Any]], ...] = (
+    Column("link", itemgetter("name"), **_WRAPS),
+    Column("GB/s", lambda link: link["bandwidth"] / 1e9, "{:.1f}"),
+    Column("us", lambda link: link["latency"] * 1e6, "{:.1f}"),
+    Column("", lambda link: "copied through host memory" if link["staged"] else "", **_WRAPS),
+)
 
 
 def run_import(parsed: argparse.Namespace) -> None:
@@ -69,12 +97,12 @@ def run_list(parsed: argparse.Namespace) -> None:
         print(json.dumps({"clusters": clusters, "devices": devices, "links": links}))
         return
     console = open_console()
-    console.print(_clusters_table(clusters))
+    print_table(console, _CLUSTERS, clusters)
     console.print()
-    console.print(_devices_table(devices))
+    print_table(console, _DEVICES, devices)
     say(console, "GB/s: of memory; T: peak, 1e12 operations/s; calibrated: precisions whose rates were fitted")
     console.print()
-    console.print(_links_table(links))
+    print_table(console, _LINKS, links)
     say(console, "GB/s: one way, for NVLink of one lane; us: microseconds per message")
 
 
@@ -91,31 +119,10 @@ def _describe_cluster(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _clusters_table(clusters: list[dict[str, Any]]) -> Table:
-    table = plain_table("cluster", "devices", "machines", "links", left=("cluster", "machines", "links"))
-    for entry in clusters:
-        machines = (f"{machine['count']} x {machine['devices']} {machine['device']}" for machine in entry["machines"])
-        table.add_row(entry["name"], str(entry["number"]), ", ".join(machines), ", ".join(entry["links"]))
-    return table
+def _tera(device: dict[str, Any], precision: str) -> float | None:
+    peak = device["peak"].get(precision)
+    return None if peak is None else peak / 1e12
 
 
-def _devices_table(devices: list[dict[str, Any]]) -> Table:
-    table = plain_table(*_DEVICE_COLUMNS, left=("device", "calibrated"))
-    for entry in devices:
-        table.add_row(
-            entry["name"],
-            f"{entry['memory'] / GIB:.0f}",
-            f"{entry['bandwidth'] / 1e9:,.0f}",
-            *(f"{entry['peak'][name] / 1e12:,.1f}" if name in entry["peak"] else "-" for name in ("fp32", "fp16")),
-            *(f"{entry[name]:,.0f}" if entry[name] else "-" for name in ("watts", "usd")),
-            ", ".join([*entry["measured"], *(name for name, basis in entry["evidence"].items() if basis == FITTED)]),
-        )
-    return table
-
-
-def _links_table(links: list[dict[str, Any]]) -> Table:
-    table = plain_table("link", "GB/s", "us", "", left=("link", ""))
-    for entry in links:
-        way = "copied through host memory" if entry["staged"] else ""
-        table.add_row(entry["name"], f"{entry['bandwidth'] / 1e9:.1f}", f"{entry['latency'] * 1e6:.1f}", way)
-    return table
+def _fitted(device: dict[str, Any]) -> list[str]:
+    return [name for name, basis in device["evidence"].items() if basis == FITTED]

@@ -7,9 +7,11 @@ import json
 
 from rich.console import Console
 
-from stagewright.bench.compare import Comparison, compare, describe
+from stagewright.bench.compare import Comparison, Pair, compare, describe
 from stagewright.bench.pages import format_figure, format_span
-from stagewright.report.live.terminal import open_console, plain_table, say
+from stagewright.bench.statistics import Interval
+from stagewright.report.columns import Column
+from stagewright.report.live.terminal import open_console, print_table, say
 from stagewright.run.folder import find_run
 
 
@@ -25,17 +27,22 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     """Print both sides in a table, then what the difference means."""
     say(console, f"A: {comparison.first}")
     say(console, f"B: {comparison.second}")
-    columns = (comparison.unit, "A", "95 % interval", "B", "95 % interval")
-    table = plain_table(*columns, left=columns[:1], no_wrap=columns[1:])
-    for pair in comparison.pairs:
-        sides = [(format_figure(side.value), format_span(side)) for side in (pair.first, pair.second)]
-        cells = [cell for value, spread in sides for cell in (value, "predicted" if pair.is_predicted else spread)]
-        table.add_row(pair.what, *cells)
+    columns: tuple[Column[Pair], ...] = (
+        Column(comparison.unit, lambda pair: pair.what, is_text=True, wraps=True),
+        Column("A", lambda pair: format_figure(pair.first.value)),
+        Column("95 % interval", lambda pair: _spread(pair, pair.first)),
+        Column("B", lambda pair: format_figure(pair.second.value)),
+        Column("95 % interval", lambda pair: _spread(pair, pair.second)),
+    )
     if comparison.pairs:
-        console.print(table)
+        print_table(console, columns, comparison.pairs)
     for reason in comparison.reasons:
         say(console, f"not comparable: {reason}")
     for pair in comparison.pairs if comparison.is_comparable else ():
         say(console, pair.summary if len(comparison.pairs) == 1 else f"{pair.what}: {pair.summary}")
     for note in comparison.notes:
         say(console, f"note: {note}")
+
+
+def _spread(pair: Pair, side: Interval) -> str:
+    return "predicted" if pair.is_predicted else format_span(side)

@@ -19,10 +19,11 @@ from stagewright.hardware.doctor.check import check_machine, show
 from stagewright.hardware.environment import read_environment
 from stagewright.metrics import MIB, format_rate
 from stagewright.planning.traced import rate_of
-from stagewright.profile.profile import Profile
+from stagewright.profile.profile import Profile, Unit
+from stagewright.report.columns import Column
 from stagewright.report.live.progress import ProgressLine
-from stagewright.report.live.terminal import open_console, plain, plain_table, print_lines, print_rows, say
-from stagewright.run.inspect import Inspection, inspect_model
+from stagewright.report.live.terminal import open_console, plain, plain_table, print_lines, print_table, say
+from stagewright.run.inspect import Inspection, UnitFacts, inspect_model
 from stagewright.run.profile import import_profile, measure_profile
 from stagewright.voice import Voice
 
@@ -32,6 +33,17 @@ _WAYS = {
     "blocks": "between its like blocks, each stage running the author's code",
     "whole": "not at all",
 }
+
+
+_UNITS: tuple[Column[Unit], ...] = (
+    Column("unit", lambda unit: unit.name, is_text=True),
+    Column("kind", lambda unit: unit.kind, is_text=True, spare=4),
+    Column("fwd ms", lambda unit: unit.forward * 1e3, "{:.3f}"),
+    Column("bwd ms", lambda unit: unit.backward * 1e3, "{:.3f}"),
+    Column("weights MiB", lambda unit: unit.parameters * 4 / MIB, "{:.2f}", spare=1),
+    Column("live MiB", lambda unit: unit.live / MIB, "{:.2f}", spare=3),
+    Column("saved MiB", lambda unit: unit.saved / MIB, "{:.2f}", spare=2),
+)
 
 
 def run_doctor(parsed: argparse.Namespace) -> None:
@@ -88,19 +100,7 @@ def show_profile(console: Console, profile: Profile) -> None:
     table = profile.tables[-1]
     together = f", {profile.together} processes at once" if profile.together > 1 else ""
     say(console, f"{profile.model} on {profile.device}, {table.precision}, microbatch of {table.samples}{together}")
-    rows = [
-        {
-            "unit": unit.name,
-            "kind": unit.kind,
-            "fwd ms": f"{unit.forward * 1e3:.3f}",
-            "bwd ms": f"{unit.backward * 1e3:.3f}",
-            "weights MiB": f"{unit.parameters * 4 / MIB:.2f}",
-            "live MiB": f"{unit.live / MIB:.2f}",
-            "saved MiB": f"{unit.saved / MIB:.2f}",
-        }
-        for unit in table.units
-    ]
-    print_rows(console, rows, left=("unit", "kind"), least_needed=("kind", "live MiB", "saved MiB", "weights MiB"))
+    print_table(console, _UNITS, table.units)
     say(console, "fwd, bwd: forward, backward; live: crosses a cut after it; saved: kept for backward", style="dim")
     rate = table.samples / table.seconds if table.seconds else float("inf")
     say(console, f"{table.seconds * 1e3:.1f} ms per microbatch, {format_rate(rate)} {_rate_of(profile)}")
@@ -139,22 +139,25 @@ def run_inspect(parsed: argparse.Namespace) -> None:
         show_inspection(open_console(), found)
 
 
+def _beginning(found: Inspection, unit: UnitFacts) -> str:
+    """Whether a stage can begin with a unit."""
+    if unit is found.units[0] or found.way == "whole":
+        return ""
+    return f"no: {unit.impossible}" if unit.impossible else "yes"
+
+
 def show_inspection(console: Console, found: Inspection) -> None:
     """Print the units as a table, and in lines how the model is cut and what is proven."""
+    columns: tuple[Column[UnitFacts], ...] = (
+        Column("unit", lambda unit: unit.name, is_text=True, wraps=True),
+        Column("parameters", lambda unit: unit.parameters, "{:,}", wraps=True),
+        Column("frozen", lambda unit: unit.frozen, "{:,}", wraps=True),
+        Column("MFLOPs", lambda unit: unit.flops / 1e6, "{:,.2f}", wraps=True),
+        Column("MiB after it", lambda unit: unit.bytes_across / MIB, "{:,.3f}", wraps=True),
+        Column("a stage can begin", lambda unit: _beginning(found, unit), is_text=True, wraps=True),
+    )
     has_frozen = any(unit.frozen for unit in found.units)
-    columns = ["unit", "parameters", *(["frozen"] if has_frozen else []), "MFLOPs", "MiB after it", "a stage can begin"]
-    table = plain_table(*columns, left=("unit", "a stage can begin"))
-    for index, unit in enumerate(found.units):
-        begins = "" if index == 0 else f"no: {unit.impossible}" if unit.impossible else "yes"
-        table.add_row(
-            unit.name,
-            f"{unit.parameters:,}",
-            *([f"{unit.frozen:,}"] if has_frozen else []),
-            f"{unit.flops / 1e6:,.2f}",
-            f"{unit.bytes_across / MIB:,.3f}",
-            begins if found.way != "whole" else "",
-        )
-    console.print(table)
+    print_table(console, [column for column in columns if has_frozen or column.head != "frozen"], found.units)
     total, frozen = (sum(numbers) for numbers in zip(*((u.parameters, u.frozen) for u in found.units), strict=True))
     shapes = {name: "x".join(map(str, shape)) or "one number" for name, shape in found.inputs.items()}
     samples = ", ".join(shapes.values() if len(shapes) == 1 else map(" ".join, shapes.items()))

@@ -12,8 +12,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +32,69 @@ from stagewright.plan.make import PLAN_FORMAT
 from stagewright.plan.plan import Mode, Plan
 from stagewright.plan.stability import Motion, stability_warning, stable_limit
 from stagewright.planning.build import BUBBLE_GOAL, idle_warning
-from stagewright.planning.compare import Comparison, compare, interval, setting_evidence
+from stagewright.planning.compare import Comparison, Interval, compare, interval, setting_evidence
 from stagewright.planning.planner import Candidate, Choice, choose, explain
 from stagewright.planning.predict import IMAGENET, link_use, predict, stage_costs
 from stagewright.planning.traced import rate_of
+from stagewright.report.columns import Column, page_table, used
 from stagewright.report.live.progress import ProgressLine
-from stagewright.report.live.terminal import open_console, plain_table, print_rows, say
+from stagewright.report.live.terminal import open_console, print_table, say
 from stagewright.report.page import Page, Table
 from stagewright.run.plan import Asked, Progress, ask, is_for_train, plan_options, read_setting, search
 from stagewright.run.report import make_prediction_page, write_page
 
 _LEAST_STEPS = 12  # that a plan is trained to be timed
 _HOURS = 24 * 365
-_HOST = "by host"  # the column of an unknown host's speeds
-_LEGEND = {
-    "M": "microbatches",
-    "lag": "updates behind, by stage",
-    "90 %": "interval",
-    _HOST: "slow to fast",
-    "x dp": "over data parallel",
-    "MiB": "of the fullest rank",
-}
 _REST_WATTS = 150.0  # of a machine beside its cards, where nobody says
+
+
+Ranked = tuple[Candidate, Interval]
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A candidate that was trained for a while."""
+
+    index: int
+    measured: float | None  # images per second
+    why: str = ""  # it failed
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was asked and what was found: text, JSON and page draw from it."""
+
+    options: Any  # of `plan`
+    asked: Asked
+    choice: Choice
+    comparison: Comparison
+    tried: tuple[Tried, ...] = ()
+    unit: dict[str, Any] | None = None  # that --explain names
+
+    @property
+    def ranked(self) -> list[Ranked]:
+        """The candidates, each with its interval."""
+        return list(zip(self.choice.candidates, self.comparison.intervals, strict=True))
+
+    @property
+    def own(self) -> Candidate | None:
+        """Which of the candidates `train` chooses by itself, if it chooses from them: none whose weights lag."""
+        return self.choice.without_lag if is_for_train(self.options, self.asked) else None
+
+    def number(self, candidate: Candidate | None) -> int | None:
+        return None if candidate is None else self.choice.candidates.index(candidate)
+
+    @property
+    def rate(self) -> str:
+        return rate_of(self.options.model)
+
+    @property
+    def title(self) -> str:
+        return f"{self.options.model} on {self.asked.setting.cluster.name}, {self.asked.setting.precision}"
+
+    @property
+    def calibration(self) -> str | None:
+        return None if self.asked.is_measured else device_note(self.options, [self.asked.setting])
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -67,33 +109,23 @@ def run(parsed: argparse.Namespace) -> None:
 
         asked = ask(parsed, progress, announce=announce)
         choice = search(parsed, asked, progress)
-        comparison = compare(choice, asked.setting, asked.catalog, measured=asked.is_measured)
         tried = _try(parsed, asked, choice, progress) if parsed.try_ else ()
-    if tried:
-        choice = decide(choice, tried)
-        comparison = compare(choice, asked.setting, asked.catalog, measured=asked.is_measured)
-    explained = explain(asked.setting, choice.best.plan, parsed.explain) if parsed.explain else None
-    found = _as_json(parsed, asked, choice, comparison, explained, tried)
+    choice = decide(choice, tried)
+    comparison = compare(choice, asked.setting, asked.catalog, measured=asked.is_measured)
+    unit = explain(asked.setting, choice.best.plan, parsed.explain) if parsed.explain else None
+    answer = Answer(parsed, asked, choice, comparison, tried, unit)
+    found = _as_json(answer)
     if parsed.output:
-        write_text(parsed.output, json.dumps(_plan_file(parsed, asked, choice, found), indent=1))
+        write_text(parsed.output, json.dumps(_plan_file(answer, found), indent=1))
     if parsed.report:
-        write_page(_page(parsed, asked, choice, comparison), Path(parsed.report))
+        write_page(_page(answer), Path(parsed.report))
     if parsed.json:
         print(json.dumps(found))
-        return
-    show(console, parsed, asked, choice, comparison, explained, tried)
+    else:
+        show(console, answer)
 
 
 # --- Training the best few --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """A candidate that was trained for a while."""
-
-    index: int
-    measured: float | None  # images per second
-    why: str = ""  # it failed
 
 
 def _try(parsed: argparse.Namespace, asked: Asked, choice: Choice, progress: Progress) -> tuple[Tried, ...]:
@@ -163,82 +195,90 @@ def train_command(parsed: argparse.Namespace, asked: Asked, plan: Plan) -> str:
     return shlex.join([*words, *plan_options(plan, asked.device, asked.setting.precision, asked.threads)])
 
 
-def _plan_file(parsed: argparse.Namespace, asked: Asked, choice: Choice, found: dict[str, Any]) -> dict[str, Any]:
+def _plan_file(answer: Answer, found: dict[str, Any]) -> dict[str, Any]:
     """The whole experiment: the plan, what it is of and for, and what was predicted."""
-    cluster = asked.setting.cluster
-    best = choice.candidates.index(choice.best)
+    options, setting = answer.options, answer.asked.setting
     return {
         "format": PLAN_FORMAT,
-        "plan": choice.best.plan.describe(),
+        "plan": answer.choice.best.plan.describe(),
         "experiment": {
-            "model": parsed.model,
-            "image": parsed.image,
-            "classes": parsed.classes,
-            "freeze": parsed.freeze,
-            "device": asked.device,
-            "precision": asked.setting.precision,
-            "optimizer": parsed.optimizer,
-            "cluster": cluster.name,
-            "devices": [str(device) for device in cluster.devices],
-            "profile": asked.profile,
+            **{name: getattr(options, name) for name in ("model", "image", "classes", "freeze", "optimizer")},
+            "device": answer.asked.device,
+            "precision": setting.precision,
+            "cluster": setting.cluster.name,
+            "devices": [str(device) for device in setting.cluster.devices],
+            "profile": answer.asked.profile,
         },
-        "prediction": found["candidates"][best],
+        "prediction": found["candidates"][found["best"]],
         "evidence": found["evidence"],
         "command": found["command"],
     }
 
 
-def _page(parsed: argparse.Namespace, asked: Asked, choice: Choice, comparison: Comparison) -> Page:
+# --- Text, page and JSON ----------------------------------------------------------------------------------------------
+
+
+def _columns(answer: Answer) -> tuple[Column[Ranked], ...]:
+    """What is shown of every candidate; a page shows the columns that have a title there."""
+    best = answer.choice.best
+    return (
+        Column("", lambda one: "*" if one[0] is best else "", is_text=True),
+        Column("plan", lambda one: _name_of(one[0]), is_text=True),
+        Column("M", lambda one: one[0].plan.microbatches, spare=4, title="microbatches", about="microbatches"),
+        Column("lag", lambda one: _lags(one[0]), is_text=True, spare=2, title="lag", about="updates behind, by stage"),
+        Column(answer.rate, lambda one: one[0].prediction.images_per_second, format_rate, title=answer.rate),
+        Column("90 %", lambda one: one[1], title="90 % interval", about="interval"),
+        Column("by host", lambda one: _by_host(one[1]), spare=5, about="slow to fast"),
+        Column("x dp", lambda one: one[0].speedup, "{:.2f}", title="x data parallel", about="over data parallel"),
+        Column("waits", lambda one: one[0].prediction.steady.bubble, "{:.0%}", spare=3),
+        Column("MiB", lambda one: _fullest(one[0]) / MIB, "{:,.0f}", spare=1, about="of the fullest rank"),
+    )
+
+
+def _name_of(candidate: Candidate) -> str:
+    return f"{candidate.plan.mode} {candidate.plan.shape}"
+
+
+def _lags(candidate: Candidate) -> str:
+    return ",".join(str(stage.versions - 1) for stage in candidate.plan.stages)
+
+
+def _by_host(own: Interval) -> str | None:
+    known = [format_rate(rate) for rate in (own.slow_host, own.fast_host) if rate is not None]
+    return "-".join(known) or None
+
+
+def _fullest(candidate: Candidate) -> float:
+    return max(memory.total for memory in candidate.prediction.memory)
+
+
+def _page(answer: Answer) -> Page:
     """The page of the chosen plan: every candidate, then its timeline, memory by part and links."""
-    best = choice.best
-    drawn = predict(best.plan, asked.setting, draws=True)
-    name = f"{parsed.model} on {asked.setting.cluster.name}, {asked.setting.precision}"
-    page = make_prediction_page(name, drawn)
-    rows = tuple(
-        (
-            f"{c.plan.mode} {c.plan.shape}{_marks(parsed, asked, choice, c)}",
-            str(c.plan.microbatches),
-            ",".join(str(stage.versions - 1) for stage in c.plan.stages),
-            format_rate(c.prediction.images_per_second),
-            str(own),
-            f"{c.speedup:.2f}",
-            c.why,
-        )
-        for c, own in zip(choice.candidates, comparison.intervals, strict=True)
+    best, own, setting = answer.choice.best, answer.own, answer.asked.setting
+
+    def marked(one: Ranked) -> str:
+        marks = ["chosen"] * (one[0] is best) + ["train's own choice"] * (one[0] is own)
+        return f"{_name_of(one[0])} ({', '.join(marks)})" if marks else _name_of(one[0])
+
+    drawn = predict(best.plan, setting, draws=True)
+    page = make_prediction_page(answer.title, drawn)
+    columns = (
+        Column("plan", marked),
+        *(column for column in _columns(answer) if column.title),
+        Column("why", lambda one: one[0].why),
     )
-    columns = ("plan", "microbatches", "lag", rate_of(parsed.model), "90 % interval", "x data parallel", "why")
-    links = tuple(
-        (link, f"{seconds * 1e3:.2f}", f"{share:.0%}") for link, seconds, share in link_use(drawn, asked.setting)
-    )
-    blocks = [*page.blocks, Table("Candidates", columns, rows)]
+    links = tuple((link, f"{seconds * 1e3:.2f}", f"{share:.0%}") for link, seconds, share in link_use(drawn, setting))
+    blocks = [*page.blocks, page_table("Candidates", columns, answer.ranked)]
     if links:
         blocks.append(Table("Links, messages of one batch", ("link", "ms", "of the batch"), links))
     return replace(page, blocks=tuple(blocks))
 
 
-def _own_choice(parsed: argparse.Namespace, asked: Asked, choice: Choice) -> Candidate | None:
-    """Which of the candidates `train` chooses by itself, if it chooses from them: none whose weights lag."""
-    return choice.without_lag if is_for_train(parsed, asked) else None
-
-
-def _marks(parsed: argparse.Namespace, asked: Asked, choice: Choice, candidate: Candidate) -> str:
-    """On a page: which plan is chosen, and which `train` chooses by itself."""
-    marks = ["chosen"] if candidate is choice.best else []
-    marks += ["train's own choice"] if candidate is _own_choice(parsed, asked, choice) else []
-    return f" ({', '.join(marks)})" if marks else ""
-
-
-def _as_json(
-    parsed: argparse.Namespace,
-    asked: Asked,
-    choice: Choice,
-    comparison: Comparison,
-    explained: dict[str, Any] | None,
-    tried: Sequence[Tried],
-) -> dict[str, Any]:
-    setting = asked.setting
+def _as_json(answer: Answer) -> dict[str, Any]:
+    options, asked, choice, comparison = answer.options, answer.asked, answer.choice, answer.comparison
+    setting, best = asked.setting, answer.number(choice.best)
     return {
-        "model": parsed.model,
+        "model": options.model,
         "cluster": setting.cluster.name,
         "precision": setting.precision,
         "setting": {
@@ -250,18 +290,15 @@ def _as_json(
             "profile": asked.profile,
         },
         "evidence": str(comparison.evidence),
-        "best": choice.candidates.index(choice.best),
-        "winner": choice.candidates.index(choice.best) if comparison.has_winner or choice.decided else None,
-        "rivals": [choice.candidates.index(rival) for rival in comparison.rivals],
-        "own": None if (own := _own_choice(parsed, asked, choice)) is None else choice.candidates.index(own),
-        "measure": None if choice.decided else "; ".join(comparison.advice(choice, parsed.model)) or None,
+        "best": best,
+        "winner": best if comparison.has_winner or choice.decided else None,
+        "rivals": [answer.number(rival) for rival in comparison.rivals],
+        "own": answer.number(answer.own),
+        "measure": None if choice.decided else "; ".join(comparison.advice(choice, options.model)) or None,
         "candidates": [
             {
                 **candidate.prediction.describe(),
-                "low": own.low,
-                "high": own.high,
-                "slow_host": own.slow_host,
-                "fast_host": own.fast_host,
+                **asdict(own),
                 "speedup": candidate.speedup,
                 "why": candidate.why,
                 "stages": stage_costs(candidate.prediction, setting),
@@ -270,7 +307,7 @@ def _as_json(
                     for link, seconds, share in link_use(candidate.prediction, setting)
                 ],
             }
-            for candidate, own in zip(choice.candidates, comparison.intervals, strict=True)
+            for candidate, own in answer.ranked
         ],
         "refused": list(choice.refused),
         "unprofiled": list(choice.unprofiled),
@@ -278,155 +315,135 @@ def _as_json(
             {"lag": lag, "images_per_second": found.images_per_second, "bubble": found.steady.bubble}
             for lag, found in enumerate(choice.lags)
         ],
-        "tried": [{"candidate": one.index, "images_per_second": one.measured, "failed": one.why} for one in tried],
-        "command": train_command(parsed, asked, choice.best.plan),
-        "calibration": None if asked.is_measured else device_note(parsed, [setting]),
-        "remarks": _warnings(parsed, choice),
-        **({"unit": explained} if explained else {}),
-        **_stability(parsed, choice),
+        "tried": [
+            {"candidate": one.index, "images_per_second": one.measured, "failed": one.why} for one in answer.tried
+        ],
+        "command": train_command(options, asked, choice.best.plan),
+        "calibration": answer.calibration,
+        "remarks": _warnings(answer),
+        **({"unit": answer.unit} if answer.unit else {}),
+        **_stability(answer),
     }
 
 
-def show(
-    console: Console,
-    parsed: argparse.Namespace,
-    asked: Asked,
-    choice: Choice,
-    comparison: Comparison,
-    explained: dict[str, Any] | None,
-    tried: Sequence[Tried] = (),
-    *,
-    has_command: bool = True,
-) -> None:
+def show(console: Console, answer: Answer, *, has_command: bool = True) -> None:
     """Print the candidates, the plan to run, the warnings about it and, with `has_command`, the one that runs it."""
-    setting = asked.setting
-    say(console, f"{parsed.model} on {setting.cluster.name}, {setting.precision}, batch {asked.batch}")
-    if asked.note:
-        say(console, asked.note)
-    by_host = any(own.slow_host is not None for own in comparison.intervals)
-    rows = []
-    for candidate, own in zip(choice.candidates, comparison.intervals, strict=True):
-        prediction, plan = candidate.prediction, candidate.plan
-        hosts = "-".join(format_rate(rate) for rate in (own.slow_host, own.fast_host) if rate is not None)
-        rows.append(
-            {
-                "": "*" if candidate is choice.best else "",
-                "plan": f"{plan.mode} {plan.shape}",
-                "M": str(plan.microbatches),
-                "lag": ",".join(str(stage.versions - 1) for stage in plan.stages),
-                rate_of(parsed.model): format_rate(prediction.images_per_second),
-                "90 %": str(own),
-                **({_HOST: hosts or "-"} if by_host else {}),
-                "x dp": f"{candidate.speedup:.2f}",
-                "waits": f"{prediction.steady.bubble:.0%}",
-                "MiB": f"{max(memory.total for memory in prediction.memory) / MIB:,.0f}",
-            }
-        )
-    visible = print_rows(console, rows, left=("", "plan", "lag"), least_needed=(_HOST, "M", "waits", "lag", "MiB"))
-    say(console, "; ".join(f"{name}: {words}" for name, words in _LEGEND.items() if name in visible), style="dim")
+    say(console, f"{answer.title}, batch {answer.asked.batch}", *filter(None, [answer.asked.note]))
+    print_table(console, used(_columns(answer), answer.ranked), answer.ranked)
+    say(console, *_about_candidates(answer), *_about_choice(answer))
+    if answer.unit:
+        say(console, *_about_unit(answer.unit))
+    if has_command:
+        say(console, *_about_training(answer))
+
+
+def _about_candidates(answer: Answer) -> Iterator[str]:
+    """Why each is where it is, what was not tried, and how fast those were that were trained."""
+    choice = answer.choice
     for candidate in choice.candidates:
-        mark = "*" if candidate is choice.best else " "
-        say(console, f"{mark} {candidate.plan.mode} {candidate.plan.shape}: {candidate.why}")
-    for line in choice.refused:
-        say(console, f"  does not fit: {line}")
+        yield f"{'*' if candidate is choice.best else ' '} {_name_of(candidate)}: {candidate.why}"
+    yield from (f"  does not fit: {line}" for line in choice.refused)
     if choice.unprofiled:
         sizes = ",".join(map(str, choice.unprofiled))
-        say(
-            console,
-            f"  not tried: microbatches of {sizes} samples; the profile does not cover them (profile --samples)",
-        )
-    for one in tried:
-        shown = f"failed: {one.why}" if one.measured is None else f"{format_rate(one.measured)} {rate_of(parsed.model)}"
-        say(console, f"trained {_name(choice, one)}: {shown}")
-    _show_choice(console, parsed, asked, choice, comparison)
-    if explained:
-        _show_unit(console, explained)
-    if has_command:
-        own_choice = _own_choice(parsed, asked, choice)
-        if own_choice is not None and not choice.best.plan.is_synchronous:
-            rate = f"{format_rate(own_choice.prediction.images_per_second)} {rate_of(parsed.model)}"
-            plain, best = f"{_name_of(own_choice)} ({rate})", _name_of(choice.best)
-            say(console, f"train by itself avoids lag and would take {plain}; the command below takes {best}")
-        say(console, f"train it: {train_command(parsed, asked, choice.best.plan)}")
-
-
-def _name(choice: Choice, one: Tried) -> str:
+        yield f"  not tried: microbatches of {sizes} samples; the profile does not cover them (profile --samples)"
     order = sorted(choice.candidates, key=lambda c: (-c.prediction.images_per_second, len(c.plan.stages)))
-    return _name_of(order[one.index])
+    for one in answer.tried:
+        shown = f"failed: {one.why}" if one.measured is None else f"{format_rate(one.measured)} {answer.rate}"
+        yield f"trained {_name_of(order[one.index])}: {shown}"
 
 
-def _name_of(candidate: Candidate) -> str:
-    return f"{candidate.plan.mode} {candidate.plan.shape}"
-
-
-def _show_choice(
-    console: Console, parsed: argparse.Namespace, asked: Asked, choice: Choice, comparison: Comparison
-) -> None:
-    best = choice.best
-    close = "" if best is choice.fastest else " (fewer stages, within 3 % of the fastest)"
-    cuts = f", cut before {', '.join(best.plan.cuts)}" if best.plan.cuts else ""
-    gain = f"{best.speedup:.2f} x plain data parallel" if best.plan.mode != "dp" else "plain data parallel"
+def _about_choice(answer: Answer) -> Iterator[str]:
+    """The plan to run, how sure that is, its speed at every lag, and what to be warned of."""
+    choice, comparison, plan = answer.choice, answer.comparison, answer.choice.best.plan
+    where = f"{plan.mode} {format_placement(plan.placement)}"
+    where += f", cut before {', '.join(plan.cuts)}" if plan.cuts else ""
     if choice.decided:
-        say(console, f"fastest when trained: {best.plan.mode} {format_placement(best.plan.placement)}{cuts}")
+        yield f"fastest when trained: {where}"
     else:
-        named = "run" if comparison.has_winner else "first choice"
-        say(console, f"{named} {best.plan.mode} {format_placement(best.plan.placement)}{cuts}: {gain}{close}")
-        say(console, *comparison.advice(choice, parsed.model))
+        close = "" if choice.best is choice.fastest else " (fewer stages, within 3 % of the fastest)"
+        gain = "plain data parallel" if plan.mode == "dp" else f"{choice.best.speedup:.2f} x plain data parallel"
+        yield f"{'run' if comparison.has_winner else 'first choice'} {where}: {gain}{close}"
+        yield from comparison.advice(choice, answer.options.model)
     if choice.lags:
-        say(console, _lag_line(choice, rate_of(parsed.model)))
-    if not asked.is_measured and (note := device_note(parsed, [asked.setting])):
-        say(console, note)
-    for warning in (*_warnings(parsed, choice), _stability(parsed, choice).get("warning")):
+        yield f"at --staleness {'; '.join(_at_lags(answer))}"
+    yield from filter(None, [answer.calibration])
+    for warning in (*_warnings(answer), _stability(answer).get("warning")):
         if warning:
-            say(console, f"warning: {warning}")
+            yield f"warning: {warning}"
 
 
-def _lag_line(choice: Choice, rate: str) -> str:
+def _at_lags(answer: Answer) -> Iterator[str]:
     """The speed of the plan to run at every lag."""
-    own = max(stage.versions for stage in choice.best.plan.stages) - 1
-    parts = [
-        f"{lag}{' (this plan)' if lag == own else ''}: {format_rate(found.images_per_second)} {rate}, "
-        f"waits {found.steady.bubble:.0%}"
-        for lag, found in enumerate(choice.lags)
-    ]
-    return f"at --staleness {'; '.join(parts)}"
+    for lag, found in enumerate(answer.choice.lags):
+        mine = " (this plan)" if lag == _most_lag(answer.choice.best.plan) else ""
+        speed = f"{format_rate(found.images_per_second)} {answer.rate}"
+        yield f"{lag}{mine}: {speed}, waits {found.steady.bubble:.0%}"
 
 
-def _warnings(parsed: argparse.Namespace, choice: Choice) -> list[str]:
+def _most_lag(plan: Plan) -> int:
+    return max(stage.versions for stage in plan.stages) - 1
+
+
+def _warnings(answer: Answer) -> list[str]:
     """Warnings if the given number of microbatches leaves devices idle."""
-    if parsed.microbatches is None:  # the search has tried several
+    given, best = answer.options.microbatches, answer.choice.best
+    if given is None:  # the search has tried several
         return []
-    best = choice.best
-    least = min((found.steady.bubble for found in choice.lags), default=0.0)
+    least = min((found.steady.bubble for found in answer.choice.lags), default=0.0)
     waiting = (
-        f"ranks would wait {best.prediction.steady.bubble:.0%} of the time; without --microbatches "
-        f"{parsed.microbatches} other numbers are tried"
+        f"ranks would wait {best.prediction.steady.bubble:.0%} of the time; without --microbatches {given} other "
+        "numbers are tried"
     )
     return [*filter(None, [idle_warning(best.plan)]), *([waiting] if least > BUBBLE_GOAL else [])]
 
 
-def _stability(parsed: argparse.Namespace, choice: Choice) -> dict[str, Any]:
+def _stability(answer: Answer) -> dict[str, Any]:
     """The largest stable learning rate at the best plan's lag, if a learning rate is given and the optimizer is SGD."""
-    if parsed.lr is None or parsed.optimizer != "sgd":
+    options, plan = answer.options, answer.choice.best.plan
+    if options.lr is None or options.optimizer != "sgd":
         return {}
-    lag = max(stage.versions for stage in choice.best.plan.stages) - 1
-    motion = Motion(parsed.momentum, lag, parsed.predict, parsed.nesterov)
-    takes_staleness = choice.best.plan.mode is Mode.STALE
-    warning = stability_warning(motion, parsed.lr, takes_staleness=takes_staleness)
+    motion = Motion(options.momentum, _most_lag(plan), options.predict, options.nesterov)
+    warning = stability_warning(motion, options.lr, takes_staleness=plan.mode is Mode.STALE)
     return {"stable_limit": stable_limit(motion), "warning": warning}
 
 
-def _show_unit(console: Console, unit: dict[str, Any]) -> None:
-    say(
-        console,
+def _about_unit(unit: dict[str, Any]) -> tuple[str, str]:
+    return (
         f"{unit['unit']} ({unit['kind']}) is in stage {unit['stage']}: forward {unit['forward'] * 1e3:.3f} ms, "
         f"backward {unit['backward'] * 1e3:.3f} ms for {unit['samples']} samples, {unit['share']:.1%} of the model",
-    )
-    say(
-        console,
         f"  {unit['parameters'] * 4 / MIB:,.1f} MiB of weights, keeps {unit['saved'] / MIB:,.1f} MiB; a cut before it "
         f"carries {unit['cut_before'] / MIB:,.2f} MiB, behind it {unit['cut_behind'] / MIB:,.2f} MiB per microbatch",
     )
+
+
+def _about_training(answer: Answer) -> Iterator[str]:
+    """The command that trains the plan, and what `train` would choose instead."""
+    own, best = answer.own, answer.choice.best
+    if own is not None and not best.plan.is_synchronous:
+        plain = f"{_name_of(own)} ({format_rate(own.prediction.images_per_second)} {answer.rate})"
+        yield f"train by itself avoids lag and would take {plain}; the command below takes {_name_of(best)}"
+    yield f"train it: {train_command(answer.options, answer.asked, best.plan)}"
+
+
+# --- The value of clusters --------------------------------------------------------------------------------------------
+
+_CLUSTERS: tuple[Column[dict[str, Any]], ...] = (
+    Column("cluster", itemgetter("cluster"), is_text=True),
+    Column("plan", itemgetter("plan"), is_text=True, wraps=True),
+    Column("lag", itemgetter("lag")),
+    Column("images/s", itemgetter("images_per_second"), format_rate),
+    Column("90 %", lambda row: f"{format_rate(row['low'])}-{format_rate(row['high'])}"),
+    Column("GiB", itemgetter("memory_gib"), "{:.0f}"),
+)
+_MONEY: tuple[Column[dict[str, Any]], ...] = (
+    Column("cluster", itemgetter("cluster"), is_text=True),
+    Column("USD", itemgetter("usd"), "{:,.0f}"),
+    Column("W", itemgetter("watts"), "{:,.0f}"),
+    Column("images/s/USD", itemgetter("per_dollar"), "{:.2f}"),
+    Column("images/s/W", itemgetter("per_watt"), "{:.2f}"),
+    Column("epoch USD", itemgetter("epoch_usd"), "{:.3f}"),
+    Column("year USD", itemgetter("year_usd"), "{:,.0f}"),
+)
 
 
 def run_value(parsed: argparse.Namespace) -> None:
@@ -449,30 +466,8 @@ def run_value(parsed: argparse.Namespace) -> None:
         return
     console = open_console()
     say(console, f"{parsed.model}, {settings[0].precision}, batch {parsed.batch}")
-    columns = ("cluster", "plan", "lag", "images/s", "90 %", "GiB")
-    table = plain_table(*columns, left=("cluster", "plan"), no_wrap={*columns} - {"plan"})
-    money_columns = ("cluster", "USD", "W", "images/s/USD", "images/s/W", "epoch USD", "year USD")
-    money = plain_table(*money_columns, left=("cluster",), no_wrap=money_columns)
-    for row in rows:
-        table.add_row(
-            row["cluster"],
-            row["plan"],
-            str(row["lag"]),
-            format_rate(row["images_per_second"]),
-            f"{format_rate(row['low'])}-{format_rate(row['high'])}",
-            f"{row['memory_gib']:.0f}",
-        )
-        money.add_row(
-            row["cluster"],
-            _shown(row["usd"], "{:,.0f}"),
-            _shown(row["watts"], "{:,.0f}"),
-            _shown(row["per_dollar"], "{:.2f}"),
-            _shown(row["per_watt"], "{:.2f}"),
-            _shown(row["epoch_usd"], "{:.3f}"),
-            _shown(row["year_usd"], "{:,.0f}"),
-        )
-    console.print(table)
-    console.print(money)
+    print_table(console, _CLUSTERS, rows)
+    print_table(console, _MONEY, rows)
     for row in rows:
         for price in row["prices"]:
             say(console, price, style="dim")
@@ -502,10 +497,6 @@ def _require_priced(prices: dict[str, float], settings: list[Setting]) -> None:
             raise UserError(
                 f"--price names '{name}' but the clusters have {', '.join(sorted(kinds))}; name one of these"
             )
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def _value_row(

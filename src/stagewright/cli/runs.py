@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.live import Live
 
 from stagewright.errors import UserError, counted, printable
-from stagewright.report.live.listing import TEXTS, format_bytes, rows, select, total_words
+from stagewright.report.live.listing import columns, select, total_words
 from stagewright.report.live.serve import PageServer
-from stagewright.report.live.terminal import drawing_width, has_blocks, open_console, plain_table, print_lines, say
+from stagewright.report.live.terminal import drawing_width, has_blocks, open_console, print_lines, print_table, say
 from stagewright.report.live.watch import Snapshot, Watch, as_line, as_screen
 from stagewright.report.page import Summary
+from stagewright.report.words import format_bytes
 from stagewright.run.folder import (
     LAST,
     RUNS,
@@ -134,12 +135,7 @@ def run_list(parsed: argparse.Namespace) -> None:
         why = f" with {' '.join(parsed.filter)}" if parsed.filter else "; stagewright train makes one"
         print_lines(f"no runs in {parsed.runs}/{why}")
         return
-    console = open_console()
-    columns, cells = rows(entries, console.width if console.is_terminal else None)
-    table = plain_table(*columns, left=TEXTS, no_wrap=columns)
-    for row in cells:
-        table.add_row(*row)
-    console.print(table)
+    print_table(open_console(), columns(entries), entries)
     print_lines(total_words(entries))
 
 

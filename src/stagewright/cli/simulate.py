@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 
@@ -13,12 +14,14 @@ from stagewright.errors import UserError
 from stagewright.files import write_text
 from stagewright.metrics import MIB, format_rate
 from stagewright.plan.estimate import Estimate, Setting
+from stagewright.plan.plan import Stage
 from stagewright.planning.compare import interval, setting_evidence
 from stagewright.planning.predict import Prediction
 from stagewright.planning.traced import rate_of
-from stagewright.report.charts import format_duration
+from stagewright.report.columns import Column
 from stagewright.report.live.progress import ProgressLine
-from stagewright.report.live.terminal import open_console, plain_table, say
+from stagewright.report.live.terminal import open_console, print_table, say
+from stagewright.report.words import format_duration
 from stagewright.run.plan import simulate
 from stagewright.run.report import make_prediction_page, write_page
 
@@ -52,22 +55,21 @@ def show_prediction(console: Console, model: str, prediction: Prediction, settin
     plan = prediction.plan
     where = f"{model} on {setting.cluster.name}, {setting.precision}, {plan.mode}"
     say(console, f"{where}: batch {plan.batch} in {plan.microbatches} microbatches")
-    columns = ("stage", "devices", "from", "lag", "busy", "memory MiB", "of", "mostly")
-    table = plain_table(*columns, left=("devices", "from", "mostly"))
-    for stage, devices in zip(plan.stages, plan.placement, strict=True):
-        rank = max(stage.ranks, key=lambda rank: prediction.memory[rank].total)
-        busy = sum(prediction.steady.busy[rank] for rank in stage.ranks) / stage.replicas
-        table.add_row(
-            str(stage.index),
-            format_devices(devices),
-            plan.cuts[stage.index - 1] if stage.index else "",
-            str(stage.versions - 1),
-            f"{busy:.0%}",
-            f"{prediction.memory[rank].total / MIB:,.0f}",
-            f"{prediction.limits[rank] / MIB:,.0f}",
-            prediction.memory[rank].largest,
-        )
-    console.print(table)
+
+    def fullest(stage: Stage) -> int:
+        return max(stage.ranks, key=lambda rank: prediction.memory[rank].total)
+
+    columns: tuple[Column[Stage], ...] = (
+        Column("stage", lambda stage: stage.index, wraps=True),
+        Column("devices", lambda stage: plan.placement[stage.index], format_devices, is_text=True, wraps=True),
+        Column("from", lambda stage: plan.cuts[stage.index - 1] if stage.index else "", is_text=True, wraps=True),
+        Column("lag", lambda stage: stage.versions - 1, wraps=True),
+        Column("busy", lambda stage: fmean(prediction.steady.busy[rank] for rank in stage.ranks), "{:.0%}", wraps=True),
+        Column("memory MiB", lambda stage: prediction.memory[fullest(stage)].total / MIB, "{:,.0f}", wraps=True),
+        Column("of", lambda stage: prediction.limits[fullest(stage)] / MIB, "{:,.0f}", wraps=True),
+        Column("mostly", lambda stage: prediction.memory[fullest(stage)].largest, is_text=True, wraps=True),
+    )
+    print_table(console, columns, plan.stages)
     rate = rate_of(model)
     speed = f"{format_rate(prediction.images_per_second)} {rate}"
     if rate == "images/s":

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from stagewright.cli.config import read_layers
+from stagewright.cli.plan import Answer
 from stagewright.cli.plan import show as show_candidates
 from stagewright.config.sections import Config
 from stagewright.errors import RunFailed, UserError, counted
@@ -77,8 +78,8 @@ def _explain(config: Config, console: Console) -> None:
     auto = explained(config, Voice(lambda warning: show(f"warning: {warning}"), show))
     if auto.searched is not None:
         searched = auto.searched
-        shown = (searched.options, searched.asked, searched.choice, searched.comparison, None)
-        show_candidates(console, *shown, has_command=False)
+        answer = Answer(searched.options, searched.asked, searched.choice, searched.comparison)
+        show_candidates(console, answer, has_command=False)
     show(*auto_plan_lines(auto))
 
 

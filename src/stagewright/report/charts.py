@@ -16,6 +16,7 @@ from dataclasses import replace
 from stagewright.errors import printable
 from stagewright.metrics import Span
 from stagewright.report.page import Bar, Bars, Curve, Curves, Look, Pipeline, Point, Stack, Stacks, Table
+from stagewright.report.words import format_number, format_seconds, format_share
 
 Figure = Bars | Stacks | Curves | Pipeline
 KINDS = ("forward", "backward", "update", "evaluation", "transfer", "reduce", "waiting")
@@ -33,49 +34,11 @@ _SHAPES = (  # circle, square, triangle, diamond
     "M0 -5L5 0L0 5L-5 0z",
 )
 _EVALUATED = re.compile(r"[0-9]+F[0-9]+")
-_NUMBER = re.compile(
-    r"[-+~<>]?[\d][\d.,]*(e[-+]?\d+)?( ?(%|x|s|ms|µs|ns|[KMGT]iB))?( to [-+]?[\d.,]+)?|\d+ min \d+ s|[\d,]+ h \d+ min"
-)
 
 
 def escape(text: str) -> str:
     """One line of text, as HTML shows it."""
     return html.escape(printable(text))
-
-
-def format_number(value: float) -> str:
-    """A number with four significant digits, or all of those before the point."""
-    if value != value or value in (float("inf"), float("-inf")):
-        return str(value)
-    size = abs(value)
-    if size >= 100 or value == int(value):
-        return f"{value:,.0f}" if size < 1e15 else f"{value:.4g}"
-    if size >= 0.001:
-        return f"{value:.4g}"
-    return f"{value:.3g}"
-
-
-def format_seconds(value: float) -> str:
-    """A duration in a suitable unit."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if abs(value) >= scale:
-            return f"{format_number(value / scale)} {unit}"
-    return "0 s" if value == 0 else f"{format_number(value * 1e9)} ns"
-
-
-def format_duration(seconds: float) -> str:
-    """A long duration as people say it: `3 h 26 min`; a short one in seconds."""
-    whole = round(seconds)
-    if whole < 120:
-        return format_seconds(float(f"{seconds:.3g}"))
-    hours, minutes = whole // 3600, whole % 3600 // 60
-    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"
-
-
-def is_numeric(values: list[str]) -> bool:
-    """Whether a column holds only numbers, so that it is right-justified."""
-    known = [value for value in values if value not in ("", "-", "\N{EN DASH}")]
-    return bool(known) and all(_NUMBER.fullmatch(value) for value in known)
 
 
 def kind_of(span: Span) -> str:
@@ -184,11 +147,6 @@ def kinds_of(pipeline: Pipeline) -> list[str]:
     """The kinds of spans that a timeline has, in the order of `KINDS`."""
     found = {kind_of(span) for span in pipeline.timeline.spans}
     return [kind for kind in KINDS if kind in found]
-
-
-def format_share(share: float) -> str:
-    """A share of the time, as every part of a page writes it."""
-    return f"{share:.0%}"
 
 
 def draw_bars(bars: Bars) -> str:

@@ -16,22 +16,14 @@ from stagewright.metrics import (
     is_lower_better,
     metric_label,
 )
-from stagewright.report.charts import format_duration, format_share
-from stagewright.report.figures import (
-    NONE,
-    measured_on,
-    no_timeline,
-    peak_memory,
-    throughput,
-    training_pauses,
-    waiting,
-)
+from stagewright.report.figures import measured_on, no_timeline, peak_memory, throughput, training_pauses, waiting
 from stagewright.report.page import Bar, Bars, Block, Curve, Curves, Note, Page, Summary, Table
 from stagewright.report.read import Run
 from stagewright.report.run import losses
 from stagewright.report.sections import configuration
 from stagewright.report.summary import busy_sentences, resume_sentence
 from stagewright.report.timeline import busy_shares, pipeline_of
+from stagewright.report.words import NONE, format_duration, format_share
 
 _MOST_METRICS = 4  # columns of the overview
 _NOT_RANKED = (

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from stagewright.metrics import MIB, Unit, batch_seconds, format_metric, format_rate, metric_label
-from stagewright.report.charts import format_duration, format_number, format_share
 from stagewright.report.page import Mark, Point, Tile, Tiles
 from stagewright.report.read import Run
 from stagewright.report.timeline import busy_shares
+from stagewright.report.words import NONE, format_duration, format_number, format_share, upper_first
 
-NONE = "\N{EN DASH}"  # the value of a figure that is not known
 ONE_PROCESS = "all ranks ran in one process (--emulate)"
 _MOST_POINTS = 400  # of a curve of throughput
 
@@ -88,11 +87,6 @@ def no_memory(run: Run) -> str:
     if every == 0:
         return "nothing was sampled (--monitor-every 0)"
     return "the monitor has no sample of these ranks: the run was shorter than --monitor-every"
-
-
-def upper_first(text: str) -> str:
-    """The text as the start of a sentence."""
-    return f"{text[:1].upper()}{text[1:]}"
 
 
 def tiles(run: Run) -> Tiles:

@@ -18,10 +18,7 @@ from stagewright.report.charts import (
     draw_stacks,
     encode_curves,
     escape,
-    format_number,
-    format_seconds,
     has_log_axis,
-    is_numeric,
     kinds_of,
     shape_of,
     smoothing_of,
@@ -46,6 +43,7 @@ from stagewright.report.page import (
     Tiles,
 )
 from stagewright.report.timeline import ACTION_WORDS, MOST_BARS, encode, first_view, start_of_last
+from stagewright.report.words import format_number, format_seconds, is_numeric
 
 _MOST_POINTS = 400  # per curve: a screen can't show more
 _ALL_POINTS = 5000  # of all curves of a page: with the bars of its timelines it stays below a megabyte

@@ -6,8 +6,9 @@ import re
 from dataclasses import replace
 
 from stagewright.errors import printable, printable_lines
-from stagewright.report.charts import format_seconds, is_numeric, table_of, thinned
+from stagewright.report.charts import table_of, thinned
 from stagewright.report.page import Block, Curves, Listing, Note, Page, Pipeline, Summary, Table, Tiles
+from stagewright.report.words import format_seconds, is_numeric
 
 _MOST_POINTS = 12  # per curve: the HTML page has them all
 _SPECIAL = re.compile(r"[\\`*\[\]<>|&#~$]|(?<!\w)_|_(?!\w)")

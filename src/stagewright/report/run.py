@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from stagewright.metrics import format_metric, headline_metrics, is_percentage, metric_label
-from stagewright.report.figures import no_timeline, throughput, tiles, training_pauses, upper_first
+from stagewright.report.figures import no_timeline, throughput, tiles, training_pauses
 from stagewright.report.page import Block, Curve, Curves, Look, Note, Page, Point, Table
 from stagewright.report.read import Run
 from stagewright.report.sections import configuration, environment, epochs, memory, stages, usage_blocks
 from stagewright.report.summary import summarize_run
 from stagewright.report.timeline import busy_over_time, pipeline_of
+from stagewright.report.words import upper_first
 
 _MOST_PLOTS = 12  # of metrics
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from stagewright.events import Usage
 from stagewright.metrics import GIB, MIB, batch_seconds
-from stagewright.report.charts import format_number, format_seconds
 from stagewright.report.figures import memory_kind, no_memory, peak_memory
 from stagewright.report.page import Block, Curve, Curves, Listing, Note, Point, Stack, Stacks, Table
 from stagewright.report.read import Run
+from stagewright.report.words import format_number, format_seconds
 
 _MOST_EPOCHS = 100
 _MOST_CURVES = 16

@@ -9,19 +9,11 @@ from typing import Any
 from stagewright.errors import printable
 from stagewright.events import fits
 from stagewright.metrics import format_metric, format_rate, is_lower_better, metric_label, metric_words, speed_words
-from stagewright.report.charts import format_duration, format_share
-from stagewright.report.figures import (
-    busiest_rank,
-    fullest_rank,
-    measured_on,
-    prediction_error,
-    steps_words,
-    upper_first,
-    waiting,
-)
+from stagewright.report.figures import busiest_rank, fullest_rank, measured_on, prediction_error, steps_words, waiting
 from stagewright.report.page import Summary
 from stagewright.report.read import Run
 from stagewright.report.timeline import busy_shares
+from stagewright.report.words import format_duration, format_share, upper_first
 
 _MOST_METRICS = 6  # in a sentence
 _BEST_FIELDS: dict[str, Any] = {"metric": str, "value": float, "batch": int}

@@ -23,9 +23,7 @@ from stagewright.files import read_text
 from stagewright.metrics import MIB, format_rate
 from stagewright.plan.make import read_plan
 from stagewright.plan.plan import Plan
-from stagewright.report.charts import format_number, format_share
 from stagewright.report.compare import comparison_page
-from stagewright.report.figures import upper_first
 from stagewright.report.html import as_html
 from stagewright.report.live.listing import Entry, listing_page, read_figures, read_state, select
 from stagewright.report.live.watch import Snapshot, Watch
@@ -34,6 +32,7 @@ from stagewright.report.page import Page, Pipeline, Stack, Stacks, Summary, Tabl
 from stagewright.report.read import RankMap, Run, as_number, read_object, read_plan_fields, read_run
 from stagewright.report.run import run_page
 from stagewright.report.timeline import action_words
+from stagewright.report.words import format_number, format_share, upper_first
 from stagewright.run.folder import all_runs, is_locked, read_fault, read_label, size_on_disk, started
 from stagewright.runtime.status_file import RankStatus, State, read_status, status_path
 from stagewright.schedule.action import TRANSFERS, Op

@@ -15,7 +15,6 @@ from stagewright.cluster.catalog import shipped
 from stagewright.hardware.environment import read_environment
 from stagewright.metrics import Timeline
 from stagewright.plan.plan import Plan
-from stagewright.report.charts import format_share
 from stagewright.report.figures import waiting
 from stagewright.report.live.terminal import plain_table
 from stagewright.report.page import (
@@ -34,6 +33,7 @@ from stagewright.report.page import (
     Tile,
     Tiles,
 )
+from stagewright.report.words import format_share
 
 _MB = 1e6
 _SHOWN = 2.0  # seconds of a timeline: a few steps of each side

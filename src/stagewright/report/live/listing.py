@@ -17,9 +17,7 @@ from stagewright.errors import UserError, counted, did_you_mean, printable
 from stagewright.events import Evaluated, Step, read_records
 from stagewright.files import open_regular
 from stagewright.metrics import (
-    GIB,
     IMAGES,
-    MIB,
     Unit,
     format_metric,
     format_rate,
@@ -27,9 +25,10 @@ from stagewright.metrics import (
     metric_label,
     steady_rate,
 )
-from stagewright.report.live.terminal import fitting
-from stagewright.report.page import Page, Summary, Table
+from stagewright.report.columns import Column, page_table, used
+from stagewright.report.page import Page, Summary
 from stagewright.report.read import as_number, read_object, read_tables, read_unit
+from stagewright.report.words import ago, format_bytes
 
 STATES = ("running", "finished", "failed", "stopped")
 _TAIL = 2**17  # bytes of the metrics of a run without a summary
@@ -178,35 +177,28 @@ def _parse_filter(text: str) -> tuple[str, str]:
 
 # --- Words ------------------------------------------------------------------------------------------------------------
 
-_COLUMNS: dict[str, Callable[[Entry, float], str]] = {
-    "run": lambda entry, now: entry.name or entry.id,
-    "state": lambda entry, now: entry.state,
-    "speed": lambda entry, now: _speed(entry),
-    "metric": lambda entry, now: _metric(entry),
-    "model": lambda entry, now: entry.model,
-    "plan": lambda entry, now: entry.plan,
-    "started": lambda entry, now: ago(now - entry.started),
-    "size": lambda entry, now: format_bytes(entry.bytes),
-    "tags": lambda entry, now: " ".join(entry.tags),
-    "id": lambda entry, now: entry.id if entry.name else "",
-}
-TEXTS = ("run", "model", "plan", "state", "metric", "started", "tags", "id")  # columns that are left-justified
-# Left out first where width is short: an id tells when the run started, of which model, by which plan.
-_LEAST_NEEDED = ("id", "tags", "model", "started", "plan", "size", "metric", "speed")
 
+def columns(entries: Sequence[Entry]) -> tuple[Column[Entry], ...]:
+    """What a list of runs has of each; columns without any value are left out.
 
-def rows(entries: Sequence[Entry], width: int | None = None) -> tuple[list[str], list[list[str]]]:
-    """The heads of the columns and the rows of cells; columns without any value, or beyond the width, are left out."""
+    The first to go where width is short is the id: it tells when the run started, of which model, by which plan.
+    """
     now = time.time()
-    cells = {head: [cell(entry, now) for entry in entries] for head, cell in _COLUMNS.items()}
     rates = {entry.unit.rate for entry in entries if entry.images_per_second is not None}
-    titles = {head: head for head in cells}
-    if len(rates) == 1:  # then it stands once, above the column
-        cells["speed"] = [cell.partition(" ")[0] for cell in cells["speed"]]
-        titles["speed"] = rates.pop()
-    shown = fitting({head: (titles[head], *cells[head]) for head in cells if any(cells[head])}, _LEAST_NEEDED, width)
-    lines = [[cells[head][at] or "-" for head in shown] for at in range(len(entries))]
-    return [titles[head] for head in shown], lines
+    rate = rates.pop() if len(rates) == 1 else ""  # then it stands once, above the column
+    known: tuple[Column[Entry], ...] = (
+        Column("run", lambda entry: entry.name or entry.id, is_text=True),
+        Column("state", lambda entry: entry.state, is_text=True),
+        Column(rate or "speed", lambda entry: _speed(entry, has_unit=not rate), spare=1),
+        Column("metric", _metric, is_text=True, spare=2),
+        Column("model", lambda entry: entry.model or None, is_text=True, spare=6),
+        Column("plan", lambda entry: entry.plan or None, is_text=True, spare=4),
+        Column("started", lambda entry: ago(now - entry.started), is_text=True, spare=5),
+        Column("size", lambda entry: format_bytes(entry.bytes), spare=3),
+        Column("tags", lambda entry: " ".join(entry.tags) or None, is_text=True, spare=7),
+        Column("id", lambda entry: entry.id if entry.name else None, is_text=True, spare=8),
+    )
+    return used(known, entries)
 
 
 def total_words(entries: Sequence[Entry]) -> str:
@@ -214,32 +206,15 @@ def total_words(entries: Sequence[Entry]) -> str:
     return f"{counted(len(entries), 'run')}, {format_bytes(sum(entry.bytes for entry in entries))} on the disk"
 
 
-def format_bytes(size: float) -> str:
-    """Bytes in KiB, MiB or GiB."""
-    if size < MIB:
-        return f"{size / 1024:,.0f} KiB"
-    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
-
-
-def ago(seconds: float) -> str:
-    """How long ago something was, in one unit."""
-    if seconds < 60:
-        return "just now"
-    for limit, size, unit in ((3600.0, 60.0, "min"), (_DAY, 3600.0, "h")):
-        if seconds < limit:
-            return f"{int(seconds // size)} {unit} ago"
-    return f"{counted(int(seconds // _DAY), 'day')} ago"
-
-
-def _speed(entry: Entry) -> str:
+def _speed(entry: Entry, *, has_unit: bool) -> str | None:
     if entry.images_per_second is None:
-        return ""
-    rate = entry.unit.of(entry.images_per_second)
-    return f"{format_rate(rate)} {entry.unit.rate}"
+        return None
+    rate = format_rate(entry.unit.of(entry.images_per_second))
+    return f"{rate} {entry.unit.rate}" if has_unit else rate
 
 
-def _metric(entry: Entry) -> str:
-    return "" if entry.value is None else f"{metric_label(entry.metric)} {format_metric(entry.metric, entry.value)}"
+def _metric(entry: Entry) -> str | None:
+    return None if entry.value is None else f"{metric_label(entry.metric)} {format_metric(entry.metric, entry.value)}"
 
 
 def listing_page(entries: Sequence[Entry], where: str) -> Page:
@@ -248,8 +223,6 @@ def listing_page(entries: Sequence[Entry], where: str) -> Page:
     now = f"; {counted(running, 'run')} in training now" if running else ""
     if not entries:
         return Page("Runs", (Summary((f"There are no runs in {where} yet; stagewright train makes one.",)),))
-    columns, cells = rows(entries)
-    if columns[-1] == "id":  # the link leads there
-        columns, cells = columns[:-1], [line[:-1] for line in cells]
-    table = Table("Runs", tuple(columns), tuple(map(tuple, cells)), links=tuple(f"{entry.id}/" for entry in entries))
+    shown = [column for column in columns(entries) if column.head != "id"]  # the link leads there
+    table = page_table("Runs", shown, entries, links=tuple(f"{entry.id}/" for entry in entries))
     return Page(f"Runs in {where}", (Summary((f"{total_words(entries)}{now}.",)), table))

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import IO, Any
 
 from rich.console import Console, RenderableType
@@ -23,6 +23,7 @@ from rich.text import Text
 from stagewright.errors import counted, printable
 from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Step, Unsaved
 from stagewright.metrics import IMAGES, MIB, Span, Timeline, Unit, format_rate, metric_words, steady_rate
+from stagewright.report.columns import Column, Row
 from stagewright.report.live.progress import Progress
 
 _PASTED = re.compile(r"(^|: )(stagewright |--\w).*[^.]$")  # a command or its options, up to the end of the line
@@ -274,28 +275,32 @@ def _reason_for(saved: Saved) -> str:
     return ", most of it for earlier ones to reach the disk; raise --checkpoint-every"
 
 
-def fitting(
-    columns: Mapping[str, Sequence[str]], least_needed: Sequence[str], width: int | None, gap: int = 2
-) -> list[str]:
-    """The names of the columns that fit a width; those least needed are left out first."""
-    shown = list(columns)
-    for name in least_needed:
-        if width is None or sum(max(map(len, (other, *columns[other]))) + gap for other in shown) - gap <= width:
-            break
-        shown = [other for other in shown if other != name]
-    return shown
-
-
-def print_rows(
-    console: Console, rows: Sequence[Mapping[str, str]], *, left: Collection[str] = (), least_needed: Sequence[str] = ()
-) -> list[str]:
-    """Print rows of cells by column as a table; return which columns a narrow terminal has a place for."""
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    shown = fitting(columns, least_needed, console.width if console.is_terminal else None)
-    table = plain_table(*shown, left=left, no_wrap=shown)
+def draw_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> PlainTable:
+    """Rows as a table without lines."""
+    table = PlainTable(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(plain(column.head), justify="left" if column.is_text else "right", no_wrap=not column.wraps)
     for row in rows:
-        table.add_row(*(row[name] for name in shown))
-    console.print(table)
+        table.add_row(*(column.cell(row) for column in columns))
+    return table
+
+
+def print_table(console: Console, columns: Sequence[Column[Row]], rows: Sequence[Row]) -> None:
+    """Print rows as a table, as far as a narrow terminal has a place for its columns, and what short heads mean."""
+    shown = _fitting(columns, rows, console.width) if console.is_terminal else columns
+    console.print(draw_table(shown, rows))
+    if legend := "; ".join(f"{column.head}: {column.about}" for column in shown if column.about):
+        say(console, legend, style="dim")
+
+
+def _fitting(columns: Sequence[Column[Row]], rows: Sequence[Row], width: int, gap: int = 2) -> list[Column[Row]]:
+    """The columns that fit a width; those that can be spared most are left out first."""
+    wide = {column: max(map(len, (column.head, *map(column.cell, rows)))) + gap for column in columns}
+    shown = list(columns)
+    for spared in sorted((column for column in columns if column.spare), key=lambda column: -column.spare):
+        if sum(wide[column] for column in shown) - gap <= width:
+            break
+        shown.remove(spared)
     return shown
 
 

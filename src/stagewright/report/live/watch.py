@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from stagewright.errors import counted, printable
-from stagewright.events import Evaluated, Restarted, Resumed, Step, Usage, read_records, read_usage
+from stagewright.events import Evaluated, GpuUsage, Restarted, Resumed, Step, Usage, read_records, read_usage
 from stagewright.files import open_regular
 from stagewright.metrics import IMAGES, MIB, Unit, format_rate, metric_words, steady_rate
-from stagewright.report.live.terminal import plain_table, plot
+from stagewright.report.columns import Column
+from stagewright.report.live.terminal import draw_table, plot
 from stagewright.report.read import (
     RankMap,
     as_number,
@@ -29,6 +30,7 @@ from stagewright.report.read import (
     read_unit,
 )
 from stagewright.report.timeline import action_words
+from stagewright.report.words import format_duration
 
 _MOST_METRICS = 3  # in a line
 _SIDE_BY_SIDE = 120  # columns in which ranks and GPUs have room beside each other
@@ -191,25 +193,28 @@ class Watch:
 def as_line(snapshot: Snapshot) -> str:
     """A snapshot as one line, for a log."""
     of = f"/{snapshot.batches}" if snapshot.batches else ""
-    parts = [f"{snapshot.doing or snapshot.state}  step {snapshot.done}{of}"]
-    if snapshot.steps:
-        parts.append(f"loss {snapshot.steps[-1].loss:.4f}")
-    if speed := snapshot.images_per_second:
-        parts.append(f"{format_rate(snapshot.unit.of(speed))} {snapshot.unit.rate}")
-    if left := snapshot.seconds_left:
-        parts.append(f"{format_duration(left)} left")
+    parts = [f"{snapshot.doing or snapshot.state}  step {snapshot.done}{of}", *_figures(snapshot)]
     if snapshot.evaluation:
-        parts.append(
-            f"{_score(snapshot.evaluation, 2)} on {snapshot.evaluated_on} after step {snapshot.evaluation.batch}"
-        )
+        after = f"after step {snapshot.evaluation.batch}"
+        parts.append(f"{_score(snapshot.evaluation, 2)} on {snapshot.evaluated_on} {after}")
     if snapshot.usage:
-        parts.append(f"{snapshot.usage.cores:.1f} cores, {snapshot.usage.memory / MIB:,.0f} MiB")
+        parts.append(f"{snapshot.usage.cores:.1f} cores, {_mib(snapshot.usage.memory)} MiB")
         parts += [
             f"GPU {gpu.index} {gpu.utilisation:.0%}" for gpu in snapshot.usage.gpus if gpu.utilisation is not None
         ]
     if snapshot.restarts:
         parts.append(counted(snapshot.restarts, "restart"))
     return "  ".join(parts)
+
+
+def _figures(snapshot: Snapshot, *more: str) -> Iterator[str]:
+    """Loss, speed and the time that is left, with `more` behind the loss."""
+    if snapshot.steps:
+        yield from (f"loss {snapshot.steps[-1].loss:.4f}", *more)
+    if speed := snapshot.images_per_second:
+        yield f"{format_rate(snapshot.unit.of(speed))} {snapshot.unit.rate}"
+    if left := snapshot.seconds_left:
+        yield f"{format_duration(round(left))} left"
 
 
 def _score(evaluation: Evaluated, digits: int) -> str:
@@ -241,7 +246,7 @@ def as_screen(snapshot: Snapshot, width: int) -> RenderableType:
     ranks = _ranks(snapshot)
     if not (snapshot.usage and snapshot.usage.gpus):
         return Group(*parts, ranks)
-    gpus = _gpus(snapshot.usage)
+    gpus = draw_table(_GPUS, snapshot.usage.gpus)
     if width < _SIDE_BY_SIDE:
         return Group(*parts, ranks, gpus)
     both = Table.grid(padding=(0, 4))
@@ -249,39 +254,21 @@ def as_screen(snapshot: Snapshot, width: int) -> RenderableType:
     return Group(*parts, both)
 
 
-def format_duration(seconds: float) -> str:
-    """A duration as people say it: 40 s, 5 min 10 s, 2 h 5 min, 3 days 4 h."""
-    whole = round(seconds)
-    for size, unit, lower, name in ((86_400, "day", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            many = f"{counted(whole // size, unit)}" if unit == "day" else f"{whole // size} {unit}"
-            return f"{many} {rest} {name}" if (rest := whole % size // lower) else many
-    return f"{whole} s"
-
-
 def _progress(share: float, width: int) -> Text:
     done = round(width * min(1.0, share))
     return Text.assemble(("━" * done, "green"), ("─" * (width - done), "dim"))
 
 
-def _headline(snapshot: Snapshot) -> list[str]:
-    of = f" of {snapshot.batches:,}" if snapshot.batches else ""
-    parts = [f"step {snapshot.done:,}{of}"]
-    speed = snapshot.images_per_second
-    if snapshot.steps:
-        parts += [f"loss {snapshot.steps[-1].loss:.4f}", format_duration(snapshot.steps[-1].seconds)]
-    if speed:
-        parts.append(f"{format_rate(snapshot.unit.of(speed))} {snapshot.unit.rate}")
-    if left := snapshot.seconds_left:
-        parts.append(f"{format_duration(left)} left")
+def _headline(snapshot: Snapshot) -> Iterator[str]:
+    yield f"step {snapshot.done:,}{f' of {snapshot.batches:,}' if snapshot.batches else ''}"
+    yield from _figures(snapshot, format_duration(round(snapshot.steps[-1].seconds)) if snapshot.steps else "")
     if snapshot.evaluation:
-        parts.append(f"{_score(snapshot.evaluation, 1)} on {snapshot.evaluated_on}")
+        yield f"{_score(snapshot.evaluation, 1)} on {snapshot.evaluated_on}"
     if snapshot.usage:
-        parts.append(f"{snapshot.usage.cores:.1f} cores busy")
-    return parts
+        yield f"{snapshot.usage.cores:.1f} cores busy"
 
 
-def _wrapped(parts: Sequence[str], width: int) -> list[str]:
+def _wrapped(parts: Iterable[str], width: int) -> list[str]:
     """Figures in lines of this width, none of them on two lines."""
     lines: list[str] = []
     for part in parts:
@@ -301,33 +288,30 @@ def _short(action: str) -> str:
 
 
 def _ranks(snapshot: Snapshot) -> Table:
-    columns = ("rank", "now", "cores", "MiB", "torch MiB")
-    table = plain_table(*columns, left=("rank", "now"), no_wrap=columns)
-    table.columns[1].min_width = 32  # so that the table keeps its width while actions change
     used = {rank.rank: rank for rank in snapshot.usage.ranks} if snapshot.usage else {}
-    for rank, label in enumerate(["all, one process"] if snapshot.is_emulated else snapshot.rank_map.labels):
-        usage = used.get(rank)
-        held = usage.torch_memory if usage else None
-        table.add_row(
-            label,
-            _short(snapshot.actions[rank]) if rank < len(snapshot.actions) else "-",
-            f"{usage.cores:.2f}" if usage else "-",
-            f"{usage.memory / MIB:,.0f}" if usage else "-",
-            "-" if held is None else f"{held / MIB:,.0f}",
-        )
+    labels = ["all, one process"] if snapshot.is_emulated else snapshot.rank_map.labels
+    doing = dict(enumerate(map(_short, snapshot.actions)))
+    columns: tuple[Column[int], ...] = (
+        Column("rank", lambda rank: labels[rank], is_text=True),
+        Column("now", doing.get, is_text=True),
+        Column("cores", lambda rank: used[rank].cores if rank in used else None, "{:.2f}"),
+        Column("MiB", lambda rank: used[rank].memory if rank in used else None, _mib),
+        Column("torch MiB", lambda rank: used[rank].torch_memory if rank in used else None, _mib),
+    )
+    table = draw_table(columns, range(len(labels)))
+    table.columns[1].min_width = 32  # so that the table keeps its width while actions change
     return table
 
 
-def _gpus(usage: Usage) -> Table:
-    columns = ("GPU", "busy", "MiB", "W", "°C")
-    table = plain_table(*columns, "throttled by", left=("throttled by",), no_wrap=columns)
-    for gpu in usage.gpus:
-        table.add_row(
-            str(gpu.index),
-            "-" if gpu.utilisation is None else f"{gpu.utilisation:.0%}",
-            "-" if gpu.memory is None else f"{gpu.memory / MIB:,.0f}",
-            "-" if gpu.power is None else f"{gpu.power:.0f}",
-            "-" if gpu.temperature is None else f"{gpu.temperature:.0f}",
-            ", ".join(gpu.throttled),
-        )
-    return table
+def _mib(size: float) -> str:
+    return f"{size / MIB:,.0f}"
+
+
+_GPUS: tuple[Column[GpuUsage], ...] = (
+    Column("GPU", lambda gpu: gpu.index),
+    Column("busy", lambda gpu: gpu.utilisation, "{:.0%}"),
+    Column("MiB", lambda gpu: gpu.memory, _mib),
+    Column("W", lambda gpu: gpu.power, "{:.0f}"),
+    Column("°C", lambda gpu: gpu.temperature, "{:.0f}"),
+    Column("throttled by", lambda gpu: ", ".join(gpu.throttled), is_text=True, wraps=True),
+)

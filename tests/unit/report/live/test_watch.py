@@ -13,7 +13,8 @@ from rich.console import Console
 from stagewright.cli.main import main
 from stagewright.events import Restarted
 from stagewright.report.live.terminal import plot
-from stagewright.report.live.watch import Tail, Watch, as_line, as_screen, format_duration
+from stagewright.report.live.watch import Tail, Watch, as_line, as_screen
+from stagewright.report.words import format_duration
 from stagewright.run.folder import is_locked, name_run, run_lock
 from stagewright.run.report import live_page, read_rank_map, take_snapshot
 from stagewright.runtime.stage.recorder import FlightRecorder
@@ -89,7 +90,7 @@ def test_it_says_what_a_run_does_now(tmp_path: Path) -> None:
 
 def test_durations_are_as_people_say_them() -> None:
     shown = [format_duration(seconds) for seconds in (0.4, 59.6, 3600, 7505, 86_400 * 1.5)]
-    assert shown == ["0 s", "1 min", "1 h", "2 h 5 min", "1 day 12 h"]
+    assert shown == ["400 ms", "59.6 s", "1 h", "2 h 5 min", "1 day 12 h"]
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
