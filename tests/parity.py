@@ -33,6 +33,12 @@ Tensors = Mapping[str, Tensor]
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "fp16": 1e-4}
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float32}
 _LOUD = 1000.0
+SETTINGS: dict[str, dict[str, Any]] = {  # of every optimizer of the register, as cases train with it
+    "sgd": {"momentum": 0.8, "nesterov": True, "weight_decay": 0.05},
+    "adamw": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-4},
+    "rmsprop": {"name": "rmsprop", "lr": 0.002, "momentum": 0.8, "weight_decay": 0.02, "eps": 0.01},
+    "lars": {"name": "lars", "lr": 2.0, "weight_decay": 0.1},
+}
 _VALIDATION_SAMPLES = 17  # a prime: the last piece is short for every size of microbatch but 1
 
 

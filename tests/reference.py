@@ -144,7 +144,24 @@ def adamw(setup: Setup, lr: float, weight: Tensor, gradient: Tensor, moments: Mo
     return decayed - lr * first_hat / (second_hat.sqrt() + setup.eps), Moments(count, first, second)
 
 
-OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+def rmsprop(setup: Setup, lr: float, weight: Tensor, gradient: Tensor, moments: Moments) -> tuple[Tensor, Moments]:
+    """torch.optim.RMSprop's update, whose alpha is the decay of the second moment."""
+    gradient = gradient + setup.weight_decay * weight
+    alpha = setup.betas[1]
+    second = alpha * moments.second + (1 - alpha) * gradient**2
+    velocity = setup.momentum * moments.first + gradient / (second.sqrt() + setup.eps)
+    return weight - lr * velocity, Moments(moments.count + 1, velocity, second)
+
+
+def lars(setup: Setup, lr: float, weight: Tensor, gradient: Tensor, moments: Moments) -> tuple[Tensor, Moments]:
+    """LARS of You, Gitman and Ginsburg: the gradient of each tensor is scaled by its trust ratio."""
+    length, slope = float(weight.norm()), float(gradient.norm())
+    trust = 0.001 * length / (slope + setup.weight_decay * length) if length and slope else 1.0
+    velocity = setup.momentum * moments.first + trust * (gradient + setup.weight_decay * weight)
+    return weight - lr * velocity, Moments(moments.count + 1, velocity, moments.second)
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "rmsprop": rmsprop, "lars": lars}
 
 
 def extrapolate(setup: Setup, lr: float, weight: Tensor, moments: Moments, updates: int) -> Tensor:
@@ -155,6 +172,8 @@ def extrapolate(setup: Setup, lr: float, weight: Tensor, moments: Moments, updat
         first_hat = moments.first / (1 - setup.betas[0] ** moments.count)
         second_hat = moments.second / (1 - setup.betas[1] ** moments.count)
         return weight - updates * lr * first_hat / (second_hat.sqrt() + setup.eps)
+    if setup.optimizer in ("rmsprop", "lars"):
+        return weight - lr * moments.first * sum(setup.momentum**update for update in range(1, updates + 1))
     still = replace(setup, weight_decay=0.0)
     for _ in range(updates):
         weight, moments = sgd(still, lr, weight, torch.zeros_like(weight), moments)

@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {*BASICS, "data.formats"},
     "data.formats": BASICS,
     "profile": {*BASICS, "cluster", "model"},
-    "plan": {*BASICS, "cluster", "profile"},
+    "plan": {*BASICS, "cluster", "config.optimizers", "profile"},
     "schedule": {"errors", "plan.plan"},
     "planning": {*BASICS, "cluster", "config", "model", "plan", "profile", "schedule"},
     "runtime": TRAINING,

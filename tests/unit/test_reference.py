@@ -74,6 +74,11 @@ OPTIMIZERS: dict[str, tuple[Setup, Callable[..., torch.optim.Optimizer], dict[st
         torch.optim.AdamW,
         {"weight_decay": 0.03, "betas": (0.8, 0.95), "eps": 1e-6},
     ),
+    "rmsprop": (
+        replace(PLAIN, optimizer="rmsprop", momentum=0.7, weight_decay=0.03, betas=(0.5, 0.9), eps=0.01),
+        torch.optim.RMSprop,
+        {"momentum": 0.7, "weight_decay": 0.03, "alpha": 0.9, "eps": 0.01},
+    ),
     "adamw by default": (replace(PLAIN, optimizer="adamw"), torch.optim.AdamW, {"weight_decay": 0.0}),
 }
 

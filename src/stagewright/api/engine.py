@@ -70,7 +70,7 @@ from stagewright.runtime.job import Evaluation
 from stagewright.runtime.process.assemble import ScriptParts, open_data
 from stagewright.runtime.script.feed import Batches
 from stagewright.runtime.script.rank import ScriptRank, is_rank
-from stagewright.runtime.script.rates import Panel, Rates
+from stagewright.runtime.script.rates import Panel, ScriptRates
 from stagewright.runtime.script.session import Session, Stopped, last_begun
 from stagewright.runtime.stage.equality import hash_of
 from stagewright.runtime.stage.own_optimizer import build_own
@@ -93,7 +93,7 @@ class Engine:
 
     model: an nn.Module; where it is not cut, this object itself is trained.
     loss: a name, a function or a criterion: (outputs, target) where samples are pairs, (outputs, sample) of dicts.
-    optimizer: a function of parameters that makes a torch optimizer, or a name (sgd, adamw) with lr= and so on.
+    optimizer: a function of parameters that makes a torch optimizer, or a name (`--optimizer`) with lr= and so on.
     scheduler: a function of that optimizer that makes one of torch's schedulers; the engine steps it with each batch.
     plan: "auto" (the fastest that is found for this machine, as `stagewright train` finds it), a plan file, or what
     `stagewright.plan` returned; else the options placement=, mode= and so on, by default one device, and by
@@ -495,7 +495,7 @@ class Engine:
 
     # --- Rates --------------------------------------------------------------------------------------------------------
 
-    def _make_rates(self, scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None) -> Rates | None:
+    def _make_rates(self, scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None) -> ScriptRates | None:
         """The script's optimizer as an object to set rates on, with its scheduler."""
         if self._factory is None:
             if scheduler is not None:
@@ -504,7 +504,7 @@ class Engine:
         named = [(name, tensor) for name, tensor in self._model.named_parameters() if tensor.requires_grad]
         if not named:
             raise UserError(f"no parameter of {type(self._model).__name__} is trained: all have requires_grad=False")
-        return Rates(Panel(build_own(self._factory, named)), scheduler)
+        return ScriptRates(Panel(build_own(self._factory, named)), scheduler)
 
     def _advance_rates(self, batch: int) -> None:
         """What the script has set by now acts from this batch on."""

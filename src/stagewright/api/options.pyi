@@ -116,7 +116,7 @@ class TrainOptions(TypedDict, total=False):
     """learning rate (default: 0.01)"""
 
     momentum: float
-    """SGD momentum (default: 0.9)"""
+    """SGD, RMSprop, LARS: momentum (default: 0.9)"""
 
     nesterov: bool
     """use Nesterov momentum (default: False)"""
@@ -128,10 +128,10 @@ class TrainOptions(TypedDict, total=False):
     """AdamW: decay of the first moment (default: 0.9)"""
 
     beta2: float
-    """AdamW: decay of the second moment (default: 0.999)"""
+    """AdamW, RMSprop: decay of the second moment (default: 0.999)"""
 
     eps: float
-    """AdamW: added to the denominator (default: 1e-08)"""
+    """AdamW, RMSprop: added to the denominator (default: 1e-08)"""
 
     predict: bool
     """extrapolate stale weights along their momentum (default: False)"""

@@ -24,6 +24,7 @@ from stagewright.cluster.catalog import price_source
 from stagewright.cluster.placement import format_placement
 from stagewright.cluster.specs import Catalog, calibration_note
 from stagewright.cluster.topology import Cluster
+from stagewright.config.optimizers import has_stable_rate
 from stagewright.errors import UserError
 from stagewright.files import write_text
 from stagewright.metrics import GIB, MIB, format_rate
@@ -398,9 +399,9 @@ def _warnings(answer: Answer) -> list[str]:
 
 
 def _stability(answer: Answer) -> dict[str, Any]:
-    """The largest stable learning rate at the best plan's lag, if a learning rate is given and the optimizer is SGD."""
+    """The largest stable learning rate at the best plan's lag, if a learning rate is given and the limit is known."""
     options, plan = answer.options, answer.choice.best.plan
-    if options.lr is None or options.optimizer != "sgd":
+    if options.lr is None or not has_stable_rate(options.optimizer):
         return {}
     motion = Motion(options.momentum, _most_lag(plan), options.predict, options.nesterov)
     warning = stability_warning(motion, options.lr, takes_staleness=plan.mode is Mode.STALE)

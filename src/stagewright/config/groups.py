@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from stagewright.config.optimizers import takers
 from stagewright.config.sections import GroupConfig, OptimizerConfig, options, require_within
 from stagewright.errors import UserError, did_you_mean, is_text
 
 _FLAG = "--group"
 _EXAMPLE = "'head.*:lr=0.1,weight_decay=0'"
 _SETTINGS = tuple(entry.name for entry in fields(GroupConfig) if entry.name != "pattern")
-_NEEDS = {"momentum": "sgd", "beta1": "adamw", "beta2": "adamw"}  # settings of one optimizer only
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ def require_used(config: OptimizerConfig) -> None:
     """An error for a setting of a group that the optimizer does not have."""
     for group in config.groups:
         for name in group.settings:
-            if (needed := _NEEDS.get(name, config.name)) != config.name:
+            if (needed := takers(name)) and config.name not in needed:
                 raise UserError(
                     f"{_FLAG} {group}: {name} changes nothing with --optimizer {config.name}; "
-                    f"it needs --optimizer {needed}"
+                    f"it needs --optimizer {' or '.join(needed)}"
                 )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stagewright.config.optimizers import OPTIMIZERS, Extrapolation, takers
 from stagewright.errors import UserError
 
 Values = Mapping[str, Any]  # of all options of a command, by flag; a condition on an option that it lacks holds
@@ -176,6 +177,14 @@ def _no_data(kind: str, instead: str) -> Condition:
     )
 
 
+def _has_motion(values: Values) -> bool:
+    """Whether an optimizer's weights would move on without a gradient."""
+    facts = OPTIMIZERS.get(values.get("--optimizer") or "")
+    if facts is not None and facts.extrapolation is not Extrapolation.MOMENTUM:
+        return facts.extrapolation is not None
+    return values.get("--momentum") != 0 or any(group.momentum for group in values.get("--group", ()))
+
+
 def _either(condition: Condition, *others: Condition) -> Condition:
     """At least one of several conditions; the sentence is about the first."""
     return Condition(lambda values: any(one.holds(values) for one in (condition, *others)), condition.otherwise)
@@ -218,9 +227,16 @@ _USES_AVERAGE = Condition(
 )
 _STAGES = _is("--mode", "sync", "stale", "pipedream")
 _STALE = _is("--mode", "stale")
-_SGD = _is("--optimizer", "sgd")
-_OPTIONS = _is("--optimizer", "sgd", "adamw")  # a user's factory sets its own
-_MOVES_ON = _either(_above_zero("--momentum"), _is("--optimizer", "adamw"), _group_above_zero("momentum"))
+_OPTIONS = _is("--optimizer", *OPTIMIZERS)  # a user's factory sets its own
+_STABLE = _is("--optimizer", *(name for name, facts in OPTIMIZERS.items() if facts.has_stable_rate))
+_MOVES_ON = Condition(
+    _has_motion,
+    lambda values: (
+        "with --momentum 0; it needs one above 0"
+        if values.get("--momentum") == 0
+        else f"with --optimizer {values['--optimizer']}, which has no momentum to extrapolate along"
+    ),
+)
 _DECAYS = _either(_above_zero("--weight-decay"), _group_above_zero("weight_decay"))
 _ONE_CYCLE = _is("--lr-schedule", "one-cycle")
 _IMAGE_DATA = _data("encoded images (folder:, tar:, ofrecord:, segmentation: or table:)", *_IMAGES)
@@ -262,13 +278,16 @@ RULES: tuple[Rule, ...] = (
     ),
     # Optimizer and learning rate
     *_unused(_OPTIONS, "--lr", "--weight-decay", "--group", "--layer-decay", commands=("train",)),
-    *_unused(_SGD, "--momentum", "--nesterov"),
-    *_unused(_is("--optimizer", "adamw"), "--beta1", "--beta2", "--eps"),
+    *(
+        rule
+        for option in dict.fromkeys(option for facts in OPTIMIZERS.values() for option in facts.options)
+        for rule in _unused(_is("--optimizer", *takers(option)), f"--{option}")
+    ),
     *_unused(_MOVES_ON, "--nesterov", "--predict"),
     *_unused(_DECAYS, "--no-decay"),
     *_unused(_is("--mode", "stale", "pipedream"), "--predict"),
     *_unused(_USES_AVERAGE, "--ema"),
-    *_unused(_SGD, "--lr", commands=("plan",)),
+    *_unused(_STABLE, "--lr", commands=("plan",)),
     *_unused(_with("--lr"), "--momentum", "--nesterov", "--predict", commands=("plan",)),
     *_unused(_is("--lr-schedule", "step"), "--lr-steps", "--lr-gamma", off=""),
     *_unused(_is("--lr-schedule", "poly"), "--lr-power"),

@@ -12,6 +12,7 @@ from dataclasses import Field, dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
+from stagewright.config.optimizers import OPTIMIZERS, titles
 from stagewright.errors import UserError
 
 _YEAR = 365 * 86400.0  # seconds
@@ -206,14 +207,16 @@ class GroupConfig(Section):
 class OptimizerConfig(Section):
     """How weights move."""
 
-    name: str = option("sgd", "--optimizer", "sgd, adamw, or package.module:factory (of parameters)", "OPTIMIZER")
+    name: str = option(
+        "sgd", "--optimizer", f"{', '.join(OPTIMIZERS)}, or package.module:factory (of parameters)", "OPTIMIZER"
+    )
     lr: float = option(0.01, "--lr", "learning rate", least=0)
-    momentum: float = option(0.9, "--momentum", "SGD momentum", least=0, below=1)
+    momentum: float = option(0.9, "--momentum", f"{titles('momentum')}: momentum", least=0, below=1)
     nesterov: bool = option(False, "--nesterov", "use Nesterov momentum")
     weight_decay: float = option(0.0, "--weight-decay", "weight decay", least=0)
-    beta1: float = option(0.9, "--beta1", "AdamW: decay of the first moment", least=0, below=1)
-    beta2: float = option(0.999, "--beta2", "AdamW: decay of the second moment", least=0, below=1)
-    eps: float = option(1e-8, "--eps", "AdamW: added to the denominator", least=0)
+    beta1: float = option(0.9, "--beta1", f"{titles('beta1')}: decay of the first moment", least=0, below=1)
+    beta2: float = option(0.999, "--beta2", f"{titles('beta2')}: decay of the second moment", least=0, below=1)
+    eps: float = option(1e-8, "--eps", f"{titles('eps')}: added to the denominator", least=0)
     predict: bool = option(False, "--predict", "extrapolate stale weights along their momentum")
     clip: float | None = option(None, "--clip", "clip the gradient to this norm", above=0)
     ema: float | None = option(

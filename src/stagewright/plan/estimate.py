@@ -13,6 +13,7 @@ import numpy as np
 
 from stagewright.cluster.specs import DeviceSpec, Software
 from stagewright.cluster.topology import HOST, Cluster, Edge
+from stagewright.config.optimizers import moments_of
 from stagewright.errors import UserError
 from stagewright.metrics import MIB
 from stagewright.plan import cost
@@ -22,7 +23,6 @@ from stagewright.plan.plan import Plan, Stage, Tie, TiedParameter
 from stagewright.profile.profile import Table
 
 _MOST_TURNS = 1024  # of messages between two stages that are looked at one by one
-OPTIMIZER_MOMENTS = {"sgd": 1.0, "adamw": 2.0}
 
 
 class UnitSums:
@@ -73,7 +73,7 @@ class Setting:
     @property
     def moments(self) -> float:
         """Copies of the weights that the optimizer's state has, and their average."""
-        return OPTIMIZER_MOMENTS.get(self.optimizer, 1.0) + self.is_averaged
+        return moments_of(self.optimizer) + self.is_averaged
 
     def sums(self, kind: str, samples: int) -> UnitSums:
         """The prefix sums of a table, made once."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from stagewright.cluster.placement import Placement, format_placement, parse_placement
 from stagewright.cluster.topology import Cluster
+from stagewright.config.optimizers import has_stable_rate
 from stagewright.config.sections import AUTO, DEFAULT_BATCH, Config, PlanConfig
 from stagewright.errors import UserError, counted
 from stagewright.files import read_text
@@ -307,7 +308,7 @@ def warn_about_lag(config: Config, plan: Plan, warn: Warn) -> None:
     lag = max(stage.versions for stage in plan.stages) - 1
     if options.predict and lag == 0:
         warn("--predict changes nothing: no stage lags")
-    if options.name == "sgd":
+    if has_stable_rate(options.name):
         motion = Motion(options.momentum, lag, options.predict, options.nesterov)
         takes_staleness = plan.mode is Mode.STALE and config.plan.versions is None
         if warning := stability_warning(motion, options.lr, takes_staleness=takes_staleness):

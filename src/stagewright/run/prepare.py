@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from stagewright.cluster.topology import ANYWHERE, Cluster
+from stagewright.config.optimizers import OPTIMIZERS
 from stagewright.config.sections import MOST_STEPS, Config, PlanConfig
 from stagewright.data.datasets import names_images
 from stagewright.data.order import Order
@@ -49,7 +50,7 @@ from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.nodes import cluster_of
 from stagewright.runtime.process.assemble import has_channels_last, image_workers
-from stagewright.runtime.stage.optimizer import OPTIMIZERS, require_factory
+from stagewright.runtime.stage.optimizer import require_factory
 from stagewright.schedule.check import check
 from stagewright.voice import SILENT, Voice
 

@@ -14,7 +14,7 @@ import torch
 from stagewright.cli.main import main
 from stagewright.config.sections import OptimizerConfig, ScheduleConfig
 from stagewright.plan.stability import Motion, stability_warning, stable_limit
-from stagewright.runtime.stage.optimizer import Rates, Weights, make_optimizer
+from stagewright.runtime.stage.optimizer import ScheduledRates, Weights, make_optimizer
 from tests.marks import daily
 
 
@@ -72,7 +72,7 @@ def test_weights_converge_just_below_the_limit_and_diverge_just_above(motion: Mo
 def test_training_follows_the_linear_rule(lag: int, is_extrapolated: bool, is_nesterov: bool) -> None:
     config = OptimizerConfig(lr=1.0, momentum=0.9, nesterov=is_nesterov, predict=is_extrapolated)
     master = torch.ones(1, dtype=torch.float64)
-    optimizer = make_optimizer(config, Weights(master), Rates(1.0, ScheduleConfig(), 20))
+    optimizer = make_optimizer(config, Weights(master), ScheduledRates(1.0, ScheduleConfig(), 20))
     seen = deque([master.clone() for _ in range(lag + 1)])
     moved = []
     for update in range(20):

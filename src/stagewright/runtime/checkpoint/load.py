@@ -28,7 +28,7 @@ def restore(worker: Worker, checkpoint: Checkpoint) -> None:
         replica.average.restart()
         if replica.average.flat is not None and checkpoint.has(EMA):
             _write_flat(replica, replica.average.flat, EMA, checkpoint, aliases=aliases)
-        for name, flat in replica.optimizer.state.items():
+        for name, flat in replica.optimizer.state.items() if _continues(replica, checkpoint) else ():
             if flat.dim() and checkpoint.has(f"optimizer/{name}"):
                 _write_flat(replica, flat, f"optimizer/{name}", checkpoint, aliases=aliases)
         _load_named_state(replica, checkpoint, aliases)
@@ -39,6 +39,11 @@ def restore(worker: Worker, checkpoint: Checkpoint) -> None:
             _restore_by_name(replica, checkpoint, replica.stage.ranks.index(worker.rank))
     worker.best = checkpoint.manifest.best_by(worker.job.criterion)
     worker.loss_scaling.resume(checkpoint.manifest.stages[-1].extra, checkpoint.batch, is_same=is_same)
+
+
+def _continues(replica: Replica, checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint is of the same optimizer; another one starts without state."""
+    return bool(checkpoint.manifest.config["optimizer"]["name"] == replica.optimizer.config.name)
 
 
 def _restore_exactly(replica: Replica, checkpoint: Checkpoint, index: int) -> None:
@@ -77,7 +82,8 @@ def _load_named_state(replica: Replica, checkpoint: Checkpoint, aliases: Mapping
         return {name: tensor.to(now) if is_own and tensor.dtype in then else tensor for name, tensor in found.items()}
 
     try:
-        replica.optimizer.load_named_state(sorted({file.kind for file in checkpoint.manifest.files}), find)
+        kinds = {file.kind for file in checkpoint.manifest.files}
+        replica.optimizer.load_named_state(sorted(kinds if _continues(replica, checkpoint) else kinds - {COUNTS}), find)
     except CheckpointError:
         raise
     except (RuntimeError, ValueError, KeyError, TypeError) as error:  # a user's optimizer may refuse its state
@@ -152,6 +158,8 @@ def _write_numbers(
     replica: Replica, checkpoint: Checkpoint, states: Sequence[StageState], stage: int | None = None
 ) -> None:
     """Set the scalars of the optimizer's state, of several stages to the largest."""
+    if not _continues(replica, checkpoint):
+        return
     names = {name for state in states for name in state.optimizer}
     numbers = {name: max(state.optimizer.get(name, 0.0) for state in states) for name in names}
     has_counts = checkpoint.has(COUNTS)  # of each parameter; a stage without any has a number as well

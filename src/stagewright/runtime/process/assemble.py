@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from stagewright.config.optimizers import sees_tensors
 from stagewright.config.sections import Config
 from stagewright.data.datasets import names_images
 from stagewright.data.loader import Loader, make_loaders
@@ -35,7 +36,7 @@ from stagewright.runtime.stage.batch_norm import Statistics
 from stagewright.runtime.stage.compute import ComputeOptions
 from stagewright.runtime.stage.gradients import GradientBuffers, GradientOptions
 from stagewright.runtime.stage.loss_scaling import ScalingOptions, make_loss_scaling
-from stagewright.runtime.stage.optimizer import Hyperparameters, Rates, Weights, make_optimizer
+from stagewright.runtime.stage.optimizer import Hyperparameters, ScheduledRates, Weights, make_optimizer
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.recorder import Recorder
 from stagewright.runtime.stage.replica import Replica, StageOptions
@@ -347,10 +348,11 @@ def _replica(
     options = StageOptions(config.run.seed, precision, loss, divisor, format_options, compute, job.draws)
     factory = load_callable(config.optimizer.name, "optimizer") if ":" in config.optimizer.name else None
     base = config.optimizer.lr if factory is None else None
-    rates: Hyperparameters = Rates(base, config.schedule, job.batches, stage.round, job.plan.microbatches)
+    rates: Hyperparameters = ScheduledRates(base, config.schedule, job.batches, stage.round, job.plan.microbatches)
     if script is not None and script.hyperparameters is not None:
         rates = script.hyperparameters(stage)
-    splits = job.is_conditional or bool(job.plan.ties) or len(job.groups) > 1 or factory is not None  # see `Weights`
+    splits = job.is_conditional or bool(job.plan.ties) or len(job.groups) > 1  # see `Weights`
+    splits |= sees_tensors(config.optimizer.name)
     weights = Weights(ring.master, tuple(ring.parameters) if splits and ring.parameters else None)
     tied_names = [parameter.names for tie in job.plan.ties for parameter in tie.parameters]
     first_names = {name: names[0] for names in tied_names for name in names}

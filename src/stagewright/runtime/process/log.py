@@ -16,6 +16,7 @@ from pathlib import Path
 
 from torch.distributed import Store
 
+from stagewright.config.learning_rate import learning_rate
 from stagewright.errors import RunFailed, UserError
 from stagewright.events import (
     BatchLosses,
@@ -47,7 +48,6 @@ from stagewright.runtime.checkpoint.commit import Committer, set_aside_after
 from stagewright.runtime.checkpoint.folder import clear, open_checkpoint
 from stagewright.runtime.job import NEVER, Job
 from stagewright.runtime.process.rank import EVENTS, SETTLED, clock_name
-from stagewright.runtime.stage.optimizer import learning_rate
 
 _POLL_SECONDS = 0.02
 

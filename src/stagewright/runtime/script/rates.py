@@ -71,11 +71,11 @@ class Panel:
         """The rate of the first group for a batch."""
         return float(self.at(batch)[0].get("lr", self._made[0]["lr"]))
 
-    def of(self, stage: Stage) -> StageRates:
-        return StageRates(self, stage.round)
+    def of(self, stage: Stage) -> PanelRates:
+        return PanelRates(self, stage.round)
 
 
-class Rates:
+class ScriptRates:
     """A panel, and the scheduler that the engine steps with each batch, if the script has given it one."""
 
     def __init__(self, panel: Panel, scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None) -> None:
@@ -99,7 +99,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class StageRates:
+class PanelRates:
     """The panel as the optimizer of one stage sees it."""
 
     panel: Panel

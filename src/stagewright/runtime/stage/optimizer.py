@@ -1,16 +1,22 @@
-"""Optimizers of flat master weights, and the learning rate as a function of the batch number."""
+"""Optimizers of flat master weights: those of the register (`config/optimizers`), or a user's own.
+
+All are torch's, on views of the master. The state of a registered one is flat like the master, and torch's optimizer
+has views of it too; a user's keeps what it likes of each parameter, and checkpoints hold that by name.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from stagewright.config.groups import Group
+from stagewright.config.learning_rate import learning_rate
+from stagewright.config.optimizers import OPTIMIZERS, Extrapolation, OptimizerFacts
 from stagewright.config.sections import OptimizerConfig, ScheduleConfig
 from stagewright.errors import UserError
 from stagewright.runtime.stage.own_optimizer import (
@@ -25,36 +31,9 @@ from stagewright.runtime.stage.own_optimizer import (
 from stagewright.runtime.stage.versions import Parameter
 
 COUNTS = "optimizer/steps"  # a kind of a checkpoint's files
+_MOMENTUM = "momentum_buffer"
+_TRUST = 0.001  # the paper's eta: of its norm, how far a tensor moves at a rate of 1
 ParamGroup = dict[str, Any]  # of torch's optimizers: parameters, and how they move
-
-
-def learning_rate(base: float, schedule: ScheduleConfig, batch: int, batches: int, share: float = 1.0) -> float:
-    """The learning rate of one batch in a run of `batches`; `share`: of the final rate, where a group has another."""
-    if schedule.kind == "one-cycle":
-        return _one_cycle(base, schedule, batch, batches)
-    if batch < schedule.warmup:
-        return base * (batch + 1) / schedule.warmup
-    progress = min(1.0, (batch - schedule.warmup) / max(1, batches - schedule.warmup))
-    final = schedule.final * share
-    if schedule.kind == "step":
-        falls = sum(batch >= int(step) for step in schedule.steps.split(",") if step.strip())
-        return float(base * schedule.gamma**falls)
-    if schedule.kind == "poly":
-        return float(final + (base - final) * (1 - progress) ** schedule.power)
-    if schedule.kind == "cosine":
-        return final + (base - final) * (1 + math.cos(math.pi * progress)) / 2
-    return base
-
-
-def _one_cycle(peak: float, schedule: ScheduleConfig, batch: int, batches: int) -> float:
-    """The rate of torch's OneCycleLR, which counts batches from 0 and peaks at a fraction of one; momentum stays."""
-    top, last = schedule.peak * batches - 1, batches - 1
-    batch, start = min(batch, last), peak / schedule.start_div
-    begin, end, low, high = (0.0, top, start, peak) if batch <= top else (top, last, peak, start / schedule.final_div)
-    progress = (batch - begin) / (end - begin) if end > begin else 1.0
-    if schedule.anneal == "linear":
-        return low + (high - low) * progress
-    return high + (low - high) / 2 * (1 + math.cos(math.pi * progress))
 
 
 class Hyperparameters(Protocol):
@@ -65,7 +44,7 @@ class Hyperparameters(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class ScheduledRates:
     """The learning rate of each update of a stage: the schedule multiplies the rate of every group alike.
 
     Without a base rate, which a user's factory has not, all groups end at the schedule's final rate.
@@ -89,24 +68,24 @@ class Rates:
 class Weights:
     """The flat weights that an optimizer updates: whole, or parameter by parameter.
 
-    By parameter where it may leave some alone, where they are in several groups, for a user's optimizer, and where some
-    are tied: a kernel may round the end of a tensor in another way than its middle, so homes have the same bits only if
-    the tied parameter is a tensor of its own.
+    By parameter where it may leave some alone, where they are in several groups, where an optimizer sees each tensor as
+    a whole, as a user's may, and where some are tied: a kernel may round the end of a tensor in another way than its
+    middle, so homes have the same bits only if the tied parameter is a tensor of its own.
     """
 
     master: Tensor
     parts: tuple[Parameter, ...] | None = None
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors that torch's optimizer sees of a flat buffer."""
+        """The tensors of real numbers that an optimizer sees of a flat buffer."""
         return [flat] if self.parts is None else [part.real_view(flat) for part in self.parts]
 
 
 class Optimizer:
-    """Updates flat master weights from a flat gradient; a subclass for each optimizer makes `inner`, torch's own.
+    """Updates flat master weights from a flat gradient, by one of torch's optimizers."""
 
-    The state is flat too, like the master, and torch's optimizer sees views of it, so that checkpoints hold it by name.
-    """
+    has_own_rates = False  # its rates are not those of the options
+    is_fused = False  # torch skips an update where `found_inf` says so
 
     def __init__(
         self,
@@ -115,15 +94,17 @@ class Optimizer:
         rates: Hyperparameters,
         parameters: Sequence[Tensor],
         inner: torch.optim.Optimizer,
-        state: dict[str, Tensor],
     ) -> None:
+        """`parameters`: what the inner optimizer sees of the master, in the order of the weights."""
         self.config = config
         self.master = weights.master
         self.rates = rates
-        self.state = state  # live, to be saved or restored in place: flat tensors like the master, and scalars
+        self.state: dict[str, Tensor] = {}  # to be saved or restored in place: flat like the master, and scalars
         self.counts: Tensor | None = None  # steps of each parameter, where they are counted one by one
+        self.extrapolates = config.predict  # stale weights, if there is a momentum to extrapolate along
+        self._rule = require_rule(inner) if config.predict else None
         self._weights = weights
-        self._parameters = parameters  # what torch's optimizer sees of the master, in the order of the weights
+        self._parameters = parameters
         self._inner = inner
 
     def step(
@@ -136,33 +117,23 @@ class Optimizer:
         for index in unreached:
             self._parameters[index].grad = None
         self.rates.apply(update, self._inner.param_groups)
-        self._update(found_inf)
+        if self.is_fused:
+            self._inner.found_inf = found_inf  # type: ignore[attr-defined]
+            self._inner.step()
+        elif found_inf is None or not found_inf.item():
+            self._inner.step()
         for parameter in self._parameters:
             parameter.grad = None
 
-    @property
-    def has_own_rates(self) -> bool:
-        """Whether its rates are not those of the options."""
-        return False
-
     def rate(self, update: int) -> float:
         """The rate of an update, of the first group."""
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self._inner.param_groups]
+        groups = numbers_of(self._inner)
         self.rates.apply(update, groups)
         return float(groups[0]["lr"])
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """A flat buffer as torch's optimizer sees the master."""
+        """A flat buffer as the inner optimizer sees the master."""
         return self._weights.views(flat)
-
-    def _update(self, found_inf: Tensor | None) -> None:
-        self._inner.found_inf = found_inf  # type: ignore[attr-defined]  # fused optimizers read it
-        self._inner.step()
-
-    @property
-    def extrapolates(self) -> bool:
-        """Whether stale weights are extrapolated: with --predict, if there is a momentum to extrapolate along."""
-        return self.config.predict
 
     def extrapolate(self, weights: Tensor, version: int, updates: int) -> None:
         """Write the master, which is at `version`, extrapolated by `updates` updates along its momentum.
@@ -171,10 +142,10 @@ class Optimizer:
         """
         self.rates.apply(version, self._inner.param_groups)
         targets = {id(p): view for p, view in zip(self._parameters, self._views(weights), strict=True)}
-        rule = _RULES[type(self._inner)]
+        assert self._rule is not None
         for group in self._inner.param_groups:
             for parameter in group["params"]:
-                rule(group, self._inner.state[parameter], parameter, targets[id(parameter)], updates)
+                self._rule(group, self._inner.state[parameter], parameter, targets[id(parameter)], updates)
 
     def named_state(self) -> dict[str, dict[str, Tensor]]:
         """State that is not flat, to be saved: by kind and parameter name."""
@@ -192,66 +163,43 @@ class Optimizer:
                 self.counts[index] = float(held.flatten()[0]) if held.numel() else 0.0
 
 
-class Sgd(Optimizer):
-    """SGD with momentum, or Nesterov's."""
+class FlatOptimizer(Optimizer):
+    """One of the register, with all of its state made at once: flat tensors that torch's optimizer has views of.
 
-    def __init__(
-        self, config: OptimizerConfig, weights: Weights, rates: Hyperparameters, groups: Sequence[Group]
-    ) -> None:
-        parameters = weights.views(weights.master)
-        made = [
-            {
-                "params": members,
-                "lr": group.lr,
-                "momentum": group.momentum,
-                "weight_decay": group.weight_decay,
-                "nesterov": config.nesterov,
-            }
-            for group, members in _grouped(weights, parameters, groups)
-        ]
-        inner = torch.optim.SGD(made, fused=True)
-        state = {}
-        if any(group.momentum for group in groups):  # otherwise fused SGD starts from uninitialised memory
-            state["momentum_buffer"] = torch.zeros_like(weights.master)
-            for parameter, view in zip(parameters, weights.views(state["momentum_buffer"]), strict=True):
-                inner.state[parameter]["momentum_buffer"] = view
-        super().__init__(config, weights, rates, parameters, inner, state)
-
-    @property
-    def extrapolates(self) -> bool:
-        return self.config.predict and bool(self.state)
-
-
-class AdamW(Optimizer):
-    """AdamW, whose momentum is the mean of the gradients over the root of the mean of their squares.
-
-    It counts the steps of each tensor it sees: of the whole master, or of each parameter.
+    Steps are counted for each tensor that it sees: for the whole master, or for each parameter.
     """
 
     def __init__(
-        self, config: OptimizerConfig, weights: Weights, rates: Hyperparameters, groups: Sequence[Group]
+        self,
+        facts: OptimizerFacts,
+        config: OptimizerConfig,
+        weights: Weights,
+        rates: Hyperparameters,
+        groups: Sequence[Group],
     ) -> None:
-        parameters, master = weights.views(weights.master), weights.master
+        parameters = weights.views(weights.master)
         made = [
-            {
-                "params": members,
-                "lr": group.lr,
-                "betas": (group.beta1, group.beta2),
-                "eps": config.eps,
-                "weight_decay": group.weight_decay,
-            }
+            {"params": members, "lr": group.lr, "weight_decay": group.weight_decay, **_arguments(facts, config, group)}
             for group, members in _grouped(weights, parameters, groups)
         ]
-        inner = torch.optim.AdamW(made, fused=True)
-        is_whole = weights.parts is None
-        steps = torch.zeros(len(parameters), device=master.device)
-        state = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
-        moments = zip(*(weights.views(flat) for flat in state.values()), strict=True)
-        for parameter, (mean, square), step in zip(parameters, moments, steps, strict=True):
-            inner.state[parameter].update(exp_avg=mean, exp_avg_sq=square, step=step)
-        state |= {"step": steps[0]} if is_whole else {}
-        super().__init__(config, weights, rates, parameters, inner, state)
-        self.counts = None if is_whole else steps
+        inner = class_of(facts)(made, **({"fused": True} if facts.is_fused else {}))
+        super().__init__(config, weights, rates, parameters, inner)
+        self.is_fused = facts.is_fused
+        has_momentum = any(group.momentum for group in groups)  # otherwise fused SGD starts from uninitialised memory
+        keys = [key for key in facts.state if key != _MOMENTUM or has_momentum]
+        self.extrapolates = config.predict and len(keys) == len(facts.state)
+        self.state = {key: torch.zeros_like(weights.master) for key in keys}
+        for key, flat in self.state.items():
+            for parameter, view in zip(parameters, weights.views(flat), strict=True):
+                inner.state[parameter][key] = view
+        if facts.counts_steps:
+            steps = torch.zeros(len(parameters), device=weights.master.device)
+            for parameter, step in zip(parameters, steps, strict=True):
+                inner.state[parameter]["step"] = step
+            if weights.parts is None:
+                self.state["step"] = steps[0]
+            else:
+                self.counts = steps
 
 
 class OwnOptimizer(Optimizer):
@@ -259,6 +207,8 @@ class OwnOptimizer(Optimizer):
 
     `first_names`: of a tied parameter, its first name in the whole model, by which every home gives it to the factory.
     """
+
+    has_own_rates = True
 
     def __init__(
         self,
@@ -269,42 +219,27 @@ class OwnOptimizer(Optimizer):
         first_names: Mapping[str, str],
     ) -> None:
         assert weights.parts is not None, "a user's optimizer sees parameter by parameter"
-        self._names = [part.names[0] for part in weights.parts]
-        parameters = [torch.nn.Parameter(part.view(weights.master)) for part in weights.parts]
-        given = [first_names.get(name, name) for name in self._names]
+        self._parts = weights.parts
+        names = [part.names[0] for part in weights.parts]
+        parameters = [torch.nn.Parameter(view) for view in self._views(weights.master)]
+        given = [first_names.get(name, name) for name in names]
         inner = build_own(factory, list(zip(given, parameters, strict=True)))
-        if config.predict:
-            require_rule(inner)
-        self._numbers = numbers_of(inner)  # as the factory made them: what differs later is state
-        super().__init__(config, weights, rates, parameters, inner, {})
-
-    @property
-    def has_own_rates(self) -> bool:
-        return True
+        super().__init__(config, weights, rates, parameters, inner)
+        self._made = numbers_of(inner)  # as the factory made them: what differs later is state
+        self._names = {id(parameter): name for name, parameter in zip(names, parameters, strict=True)}
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        assert self._weights.parts is not None
-        return [part.view(flat) for part in self._weights.parts]
-
-    def _update(self, found_inf: Tensor | None) -> None:
-        if found_inf is None or not found_inf.item():
-            self._inner.step()
+        return [part.view(flat) for part in self._parts]
 
     def extrapolate(self, weights: Tensor, version: int, updates: int) -> None:
         weights.copy_(self.master)  # for the parameters that the user's optimizer leaves out
         super().extrapolate(weights, version, updates)
 
     def named_state(self) -> dict[str, dict[str, Tensor]]:
-        return named_state(self._inner, self._by_id(), self._numbers)
+        return named_state(self._inner, self._names, self._made)
 
     def load_named_state(self, kinds: Collection[str], find: Find) -> None:
-        load_named_state(self._inner, self._by_id(), kinds, find)
-
-    def _by_id(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in zip(self._names, self._parameters, strict=True)}
-
-
-OPTIMIZERS = {"sgd": Sgd, "adamw": AdamW}
+        load_named_state(self._inner, self._names, kinds, find)
 
 
 def make_optimizer(
@@ -318,8 +253,8 @@ def make_optimizer(
     """The optimizer that the options name, or that a user's factory makes; `groups` are those of the whole model."""
     if factory is not None and weights.parts:
         return OwnOptimizer(config, weights, rates, factory, first_names or {})
-    kind = Sgd if factory is not None else OPTIMIZERS[config.name]  # a stage without parameters has nothing to move
-    return kind(config, weights, rates, groups or (Group.of_all(config),))
+    facts = OPTIMIZERS.get(config.name, OPTIMIZERS["sgd"])  # a stage without parameters has nothing to move
+    return FlatOptimizer(facts, config, weights, rates, groups or (Group.of_all(config),))
 
 
 def require_factory(
@@ -329,6 +264,20 @@ def require_factory(
     inner = compare_factory(factory, parameters, pieces)
     if config.predict:
         require_rule(inner)
+
+
+def class_of(facts: OptimizerFacts) -> Callable[..., torch.optim.Optimizer]:
+    """The class of a registered optimizer."""
+    module, _, name = facts.kind.partition(":")
+    found: Callable[..., torch.optim.Optimizer] = getattr(import_module(module), name)
+    return found
+
+
+def _arguments(facts: OptimizerFacts, config: OptimizerConfig, group: Group) -> dict[str, Any]:
+    """What the class of an optimizer gets for a group: its own settings, else those of the options."""
+    known = vars(config) | asdict(group)
+    values = {name: tuple(known[option] for option in options) for name, options in facts.arguments.items()}
+    return {name: value if len(value) > 1 else value[0] for name, value in values.items()}
 
 
 def _grouped(
@@ -350,16 +299,22 @@ def _grouped(
 Rule = Callable[[ParamGroup, Mapping[str, Any], Tensor, Tensor, int], None]
 
 
-def require_rule(inner: torch.optim.Optimizer) -> None:
-    """An error where nobody knows how the momentum of an optimizer moves its weights."""
+def require_rule(inner: torch.optim.Optimizer) -> Rule:
+    """How the momentum of an optimizer moves its weights; an error where nobody knows."""
     name = type(inner).__name__
-    if type(inner) not in _RULES:
-        known = " and ".join(f"torch.optim.{kind.__name__}" for kind in _RULES)
-        raise UserError(f"--predict extrapolates {known}, not the optimizer {name}; use one of them, or leave it out")
+    known = {class_of(facts): facts for facts in OPTIMIZERS.values() if facts.extrapolation}
+    facts = known.get(type(inner))
+    if facts is None or facts.extrapolation is None:
+        names = [found.kind.replace(":", ".") for found in known.values() if found.kind.startswith("torch.")]
+        raise UserError(
+            f"--predict extrapolates {', '.join(names[:-1])} and {names[-1]}, not the optimizer {name}; use one of "
+            "them, or leave it out"
+        )
     for group in inner.param_groups:
         for option in ("maximize", "amsgrad"):
             if group.get(option):
                 raise UserError(f"--predict can't extrapolate {name} with {option}=True; leave one of them out")
+    return _RULES[facts.extrapolation]
 
 
 def momentum_distance(momentum: float, updates: int, *, nesterov: bool) -> float:
@@ -368,17 +323,15 @@ def momentum_distance(momentum: float, updates: int, *, nesterov: bool) -> float
     return float(sum(first * momentum**number for number in range(updates)))
 
 
-def _extrapolate_sgd(group: ParamGroup, state: Mapping[str, Any], weight: Tensor, target: Tensor, updates: int) -> None:
-    if state.get("momentum_buffer") is None:  # a user's, before its first step
+def _along_momentum(group: ParamGroup, state: Mapping[str, Any], weight: Tensor, target: Tensor, updates: int) -> None:
+    if state.get(_MOMENTUM) is None:  # a user's, before its first step
         target.copy_(weight)
         return
-    distance = momentum_distance(group["momentum"], updates, nesterov=group["nesterov"]) * group["lr"]
-    torch.add(weight, state["momentum_buffer"], alpha=-distance, out=target)
+    distance = momentum_distance(group["momentum"], updates, nesterov=group.get("nesterov", False)) * group["lr"]
+    torch.add(weight, state[_MOMENTUM], alpha=-distance, out=target)
 
 
-def _extrapolate_adamw(
-    group: ParamGroup, state: Mapping[str, Any], weight: Tensor, target: Tensor, updates: int
-) -> None:
+def _along_mean(group: ParamGroup, state: Mapping[str, Any], weight: Tensor, target: Tensor, updates: int) -> None:
     if not state:
         target.copy_(weight)
         return
@@ -393,4 +346,37 @@ def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-_RULES: dict[type, Rule] = {torch.optim.SGD: _extrapolate_sgd, torch.optim.AdamW: _extrapolate_adamw}
+_RULES: dict[Extrapolation, Rule] = {Extrapolation.MOMENTUM: _along_momentum, Extrapolation.ADAM: _along_mean}
+
+
+# --- LARS, which torch does not have ----------------------------------------------------------------------------------
+
+
+class Lars(torch.optim.Optimizer):
+    """LARS of You, Gitman and Ginsburg (2017): SGD whose gradient is scaled by the trust ratio of its tensor.
+
+    ratio = 0.001 |w| / (|g| + decay |w|), or 1 where |w| or |g| is 0
+    v = momentum v + ratio (g + decay w);  w = w - lr v
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 0.01, momentum: float = 0.9, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._move(weight, weight.grad, **{key: group[key] for key in ("lr", "momentum", "weight_decay")})
+
+    def _move(self, weight: Tensor, gradient: Tensor, lr: float, momentum: float, weight_decay: float) -> None:
+        length, slope = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(gradient)
+        ratio = _TRUST * length / (slope + weight_decay * length)
+        moved = gradient.add(weight, alpha=weight_decay).mul_(torch.where((length > 0) & (slope > 0), ratio, 1.0))
+        if momentum:
+            if _MOMENTUM not in self.state[weight]:
+                self.state[weight][_MOMENTUM] = torch.zeros_like(weight)
+            moved = self.state[weight][_MOMENTUM].mul_(momentum).add_(moved)
+        weight.add_(moved, alpha=-lr)

@@ -101,11 +101,10 @@ def load_named_state(inner: torch.optim.Optimizer, names: Mapping[int, str], kin
     loaded = inner.state_dict()
     loaded["state"] = {}
     for kind in kinds:
-        what, _, key = kind.partition("/")
-        owner, _, key = key.partition("/")
-        if owner != type(inner).__name__ or what not in (_TENSOR, _NUMBER, _GROUP):
+        what, *rest = kind.split("/", 2)
+        if what not in (_TENSOR, _NUMBER, _GROUP) or rest[0] != type(inner).__name__:
             continue
-        tensors = find(kind)
+        tensors, key = find(kind), rest[1]
         for index, (group, parameter) in enumerate(places):
             if (value := tensors.get(names[id(parameter)])) is None:
                 continue

@@ -17,7 +17,7 @@ from stagewright.runtime.process.emulate import Emulation, take_turns
 from stagewright.runtime.process.log import Journal, Ledger
 from tests.keeping import KILLS, emulate_job, emulate_keeping, keeping, losses_from, resumed, same_bits, saved_at
 from tests.marks import daily
-from tests.parity import Case, EmulatedRun, emulate, make_job
+from tests.parity import SETTINGS, Case, EmulatedRun, emulate, make_job
 
 ADAMW = {"name": "adamw", "lr": 0.01}
 CASES = [
@@ -31,6 +31,10 @@ CASES = [
     Case("cumulative", "0:0-3", mode="dp", microbatches=3, optimizer={"momentum": 0.0}),
     Case("normed", "0:0-3", mode="dp", optimizer={"nesterov": True}, precision="fp32"),
     Case("normed", "0:0-1.0:0-1", "third", mode="stale", staleness=1, microbatches=3, eval_every=4, optimizer=ADAMW),
+    *(
+        Case("normed", "0:0-1.0:2", "third", mode="stale", staleness=1, optimizer=SETTINGS[name])
+        for name in ("rmsprop", "lars")
+    ),
 ]
 
 # The long tests run every case static and dynamic, the others alternate.
@@ -183,3 +187,14 @@ def test_metrics_of_a_resumed_run_have_every_step_once(tmp_path: Path) -> None:
     records = Journal(metrics, 10**9).records
     assert [record.batch for record in records if isinstance(record, Step)] == list(range(8))
     assert [record.batch for record in records if isinstance(record, Evaluated)] == [3, 6, 8]
+
+
+def test_another_optimizer_starts_without_the_momentum_of_the_first(tmp_path: Path) -> None:
+    case = Case(placement="0:0.0:1", cut="third", steps=4)
+    job = keeping(make_job(case, tmp_path), every=2, keep=0)
+    emulate_job(job)
+    for name, begins in (("sgd", False), ("lars", True), ("rmsprop", True)):
+        other = make_job(replace(case, optimizer=SETTINGS[name]), tmp_path, resume=str(saved_at(job, 2).folder))
+        for worker in Emulation(other, lambda event: None).workers:
+            for replica in worker.replicas.values():
+                assert bool(replica.optimizer.state["momentum_buffer"].any()) is not begins

@@ -12,7 +12,17 @@ from stagewright.runtime.process.emulate import Emulation
 from tests import reference
 from tests.keeping import emulate_job, keeping, saved_at
 from tests.marks import pairs
-from tests.parity import Case, assert_near, assert_parity, assert_same_bits, assert_statistics, emulate, make_job, refer
+from tests.parity import (
+    SETTINGS,
+    Case,
+    assert_near,
+    assert_parity,
+    assert_same_bits,
+    assert_statistics,
+    emulate,
+    make_job,
+    refer,
+)
 
 CASES = {
     "2+1 stale": Case("normed", "0:0-1.0:2", "third", mode="stale", staleness=1, microbatches=3),
@@ -25,10 +35,9 @@ CASES = {
     "one stage": Case("normed", "0:0-1", mode="stale", versions=(3,), microbatches=3),
 }
 OPTIMIZERS = {
-    "sgd": {},
+    "plain": {},
     "decay": {"momentum": 0.8, "weight_decay": 0.05},
-    "nesterov": {"momentum": 0.8, "nesterov": True},
-    "adamw": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-4},
+    **SETTINGS,
     "clip": {"clip": 0.3},
 }
 

@@ -14,7 +14,7 @@ from stagewright.config.sections import OptimizerConfig, ScheduleConfig
 from stagewright.runtime.checkpoint.format import MANIFEST
 from stagewright.runtime.checkpoint.save import write_file
 from stagewright.runtime.process.emulate import Emulation
-from stagewright.runtime.stage.optimizer import COUNTS, Rates
+from stagewright.runtime.stage.optimizer import COUNTS, ScheduledRates
 from tests import reference
 from tests.keeping import emulate_job, keeping, resumed, same_bits, saved_at
 from tests.marks import IS_NIGHTLY, daily
@@ -193,7 +193,7 @@ def test_one_group_keeps_the_flat_master(tmp_path: Path) -> None:
     case = replace(PLANS["sync 1-1"], optimizer={"groups": [f"*:lr={_LR}"]})
     assert same_bits(emulate(case, tmp_path).weights, emulate(replace(case, optimizer={}), tmp_path).weights)
     one, two = (
-        Emulation(make_job(replace(case, optimizer={"groups": [group]}), tmp_path), lambda event: None)
+        Emulation(make_job(replace(case, optimizer={"groups": [group], "predict": True}), tmp_path), lambda event: None)
         for group in ("*:lr=0.5", "head.*:lr=0.5")
     )
     for emulation, is_flat in ((one, True), (two, False)):
@@ -226,7 +226,7 @@ def test_the_schedule_multiplies_the_rate_of_every_group_alike() -> None:
     }
     for schedule in schedules.values():
         groups: list[dict[str, Any]] = [{"lr": lr} for lr in (0.1, 0.1, 0.4, 0.0)]
-        rates = Rates(OptimizerConfig(lr=0.1).lr, schedule, 10)
+        rates = ScheduledRates(OptimizerConfig(lr=0.1).lr, schedule, 10)
         for update in range(10):
             rates.apply(update, groups)
             base = groups[0]["lr"]

@@ -19,7 +19,7 @@ from stagewright.plan.plan import Mode
 from stagewright.runtime.stage.loss_scaling import LossScale, ScalingOptions
 from stagewright.schedule.check import check
 from tests.marks import IS_NIGHTLY, pairs
-from tests.parity import Case, assert_near, emulate, refer
+from tests.parity import SETTINGS, Case, assert_near, emulate, refer
 
 
 @settings(deadline=None)
@@ -101,7 +101,13 @@ CASES = {
 }
 
 
-OPTIMIZERS = [{"lr": 1e-5}, {"name": "adamw", "lr": 1e-3}, {"clip": 0.3, "lr": 1e-3}]
+OPTIMIZERS = [
+    {"lr": 1e-5},
+    {"name": "adamw", "lr": 1e-3},
+    {"clip": 0.3, "lr": 1e-3},
+    {**SETTINGS["rmsprop"], "lr": 1e-4},
+    SETTINGS["lars"],
+]
 
 
 @pytest.mark.parametrize(("name", "options"), pairs(CASES, OPTIMIZERS))

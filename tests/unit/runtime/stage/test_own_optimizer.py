@@ -21,7 +21,7 @@ from stagewright.config.sections import OptimizerConfig, ScheduleConfig
 from stagewright.errors import UserError
 from stagewright.events import Record, Step
 from stagewright.runtime.checkpoint.format import CheckpointError
-from stagewright.runtime.stage.optimizer import Rates, Weights, make_optimizer, require_factory
+from stagewright.runtime.stage.optimizer import ScheduledRates, Weights, make_optimizer, require_factory
 from stagewright.runtime.stage.own_optimizer import Factory, compare_factory
 from stagewright.runtime.stage.versions import VersionRing
 from tests import models
@@ -200,7 +200,7 @@ def test_logs_have_the_rate_of_the_users_optimizer_and_all_groups_end_at_the_fin
     rates = [record.lr for record in records if isinstance(record, Step)]
     assert rates == pytest.approx([_LR * case.lr(batch) / _BASE for batch in range(case.steps)])
     groups: list[dict[str, Any]] = [{"lr": 0.4}, {"lr": 0.2}]
-    Rates(None, ScheduleConfig(kind="cosine", final=0.1), 8).apply(8, groups)
+    ScheduledRates(None, ScheduleConfig(kind="cosine", final=0.1), 8).apply(8, groups)
     assert [group["lr"] for group in groups] == pytest.approx([0.1, 0.1])
 
 
@@ -244,7 +244,9 @@ def test_state_that_an_optimizer_refuses_is_one_line(tmp_path: Path) -> None:
 def own(factory: Factory, model: nn.Module, **config: Any) -> tuple[Any, VersionRing]:
     ring = VersionRing([model], {name for name, _ in model.named_parameters()}, 1)
     weights = Weights(ring.master, tuple(ring.parameters))
-    return make_optimizer(OptimizerConfig(**config), weights, Rates(1.0, ScheduleConfig(), 5), (), factory), ring
+    return make_optimizer(
+        OptimizerConfig(**config), weights, ScheduledRates(1.0, ScheduleConfig(), 5), (), factory
+    ), ring
 
 
 def test_an_update_that_overflowed_or_did_not_reach_a_parameter_leaves_it_alone() -> None:
@@ -417,11 +419,11 @@ def test_one_stage_takes_what_looks_across_parameters_but_no_random_numbers() ->
 
 
 def test_prediction_needs_a_rule() -> None:
-    for known in (torch.optim.SGD, torch.optim.AdamW):
+    for known in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
         require_factory(OptimizerConfig(predict=True), known, parameters(), in_two())
     require_factory(OptimizerConfig(), torch.optim.NAdam, parameters(), in_two())
     for factory, message in (
-        (torch.optim.NAdam, r"--predict extrapolates torch.optim.SGD and torch.optim.AdamW, not the optimizer NAdam"),
+        (torch.optim.NAdam, "--predict extrapolates .*AdamW and torch.optim.RMSprop, not the optimizer NAdam"),
         (partial(torch.optim.SGD, maximize=True), "--predict can't extrapolate SGD with maximize=True"),
         (partial(torch.optim.AdamW, amsgrad=True), "--predict can't extrapolate AdamW with amsgrad=True"),
     ):

@@ -19,6 +19,7 @@ from stagewright.schedule.lower import updates_in
 from stagewright.schedule.policy import overlapped_backward
 from tests.marks import daily, pairs
 from tests.parity import (
+    SETTINGS,
     Case,
     Drive,
     EmulatedRun,
@@ -185,11 +186,11 @@ def test_parameters_that_only_some_microbatches_use_are_trained(model: str, tmp_
 
 OPTIMIZERS = [
     {"momentum": 0.0},
-    {"momentum": 0.8, "nesterov": True, "weight_decay": 0.05},
     {"name": "adamw", "lr": 0.01},
-    {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-4},
+    *SETTINGS.values(),
     {"clip": 0.3},
     {"clip": 0.3, "name": "adamw", "lr": 0.01},
+    {"clip": 0.3, **SETTINGS["lars"]},
     {"label_smoothing": 0.2},
 ]
 CASES = {
@@ -225,7 +226,9 @@ FP32 = [
 ]
 
 
-@pytest.mark.parametrize(("case", "options"), pairs(FP32, [{}, {"name": "adamw", "lr": 0.005}]))
+@pytest.mark.parametrize(
+    ("case", "options"), pairs(FP32, [{}, {"name": "adamw", "lr": 0.005}, SETTINGS["rmsprop"], SETTINGS["lars"]])
+)
 def test_fp32_runs_equal_the_reference(case: Case, options: dict[str, object], tmp_path: Path) -> None:
     case = replace(case, precision="fp32", optimizer=options, eval_every=4)
     run = assert_equals_reference(case, tmp_path)

@@ -19,6 +19,7 @@ from stagewright.runtime.stage.replica import Replica
 from stagewright.runtime.stage.ties import TieOnRank
 from tests.keeping import emulate_job, keeping, saved_at
 from tests.parity import (
+    SETTINGS,
     Case,
     EmulatedRun,
     assert_near,
@@ -71,6 +72,8 @@ CASES = {
     "dynamic": replace(STALE, dynamic=True, eval_every=3),
     "gpipe": replace(SYNC, policy="gpipe"),
     "adamw": replace(STALE, optimizer={"name": "adamw", "lr": 0.01, "weight_decay": 0.1}),
+    "lars": replace(STALE, optimizer={**SETTINGS["lars"], "clip": 0.05}),
+    "rmsprop": replace(SYNC, optimizer=SETTINGS["rmsprop"]),
     "predict": replace(TWO, optimizer={"predict": True}),
     "predict adamw": replace(STALE, optimizer={"predict": True, "name": "adamw", "lr": 0.01}),
     "pipedream": replace(SYNC, mode="pipedream"),
@@ -113,7 +116,7 @@ CASES = {
 
 DAILY = (
     *("stale", "predict", "pipedream clip", "clip sync", "clip stale", "clip two to one", "replicas", "one rank"),
-    *("buckets", "chained", "half", "reused on one rank"),
+    *("lars", "rmsprop", "buckets", "chained", "half", "reused on one rank"),
 )
 
 
