@@ -332,7 +332,10 @@ class RunConfig(Section):
     dynamic: bool = option(False, "--dynamic", "let ranks choose between forward and backward at run time")
     emulate: bool = option(False, "--emulate", "run every rank in one process")
     eval_every: int | None = option(
-        None, "--eval-every", "batches between evaluations (0: only at the end) (default: with --val, an epoch)"
+        None,
+        "--eval-every",
+        "batches between evaluations (0: only at the end) (default: with --val, an epoch)",
+        least=0,
     )
     metrics: str = option(
         "auto",

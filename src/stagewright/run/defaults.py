@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from stagewright.config.fits import COUNTED
 from stagewright.config.sections import AUTO, DEFAULT_BATCH, Config
 from stagewright.data.datasets import list_classes, names_images
 from stagewright.data.decode import Decoder
@@ -33,7 +34,6 @@ _MANY_CLASSES = 1_000  # of ImageNet: trained weights of such a model are public
 _MOST_SEEN = 16  # images that are decoded to know their size
 _SPLITS = ("val", "valid", "validation", "test")  # folders beside train/, the first that there is is evaluated on
 _OF_CLASSES = ("folder", "tar", "ofrecord")  # data with one class per sample
-COUNTED = (*_OF_CLASSES, "table", "tensors", "segmentation")  # data that knows all its classes
 
 
 def resolve_model(config: Config, voice: Voice = SILENT) -> Config:

@@ -7,12 +7,13 @@ each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from torch import nn
 
+from stagewright.config.fits import Facts, check_fits
 from stagewright.config.sections import Config
 from stagewright.data.sources import Source, cast
 from stagewright.errors import UserError, did_you_mean, first_line, within_memory
@@ -20,21 +21,20 @@ from stagewright.events import Score
 from stagewright.metrics import Criterion, metric_values
 from stagewright.model.cut import Piece, tied_parameters
 from stagewright.model.load import is_ours
-from stagewright.model.loss import IGNORED, Loss, LossOptions, Measured, Watched, logits_of
+from stagewright.model.loss import Loss, Measured, Watched, logits_of
 from stagewright.model.probe import Given, Measure, Probe, probe
 from stagewright.model.prove import keeps_state
 from stagewright.plan.plan import Plan
-from stagewright.run.defaults import COUNTED
 from stagewright.run.opening import Binding, Opening, memory_options
 from stagewright.runtime.job import Evaluation, Job, criterion_of
 from stagewright.runtime.process.assemble import open_pieces
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.scores import make_scorer
-from stagewright.voice import SILENT, Say, Voice
+from stagewright.voice import SILENT, Voice
 
 
 def dry_run(
-    opening: Opening, plan: Plan, pieces: Sequence[Piece], voice: Voice = SILENT, *, evaluates: bool
+    opening: Opening, plan: Plan, pieces: Sequence[Piece], facts: Facts, voice: Voice = SILENT
 ) -> tuple[Probe, Evaluation | None]:
     """What crosses each cut, in training and in evaluation, and whether model, loss and data suit each other."""
     config, chain = opening.config, opening.chain
@@ -46,12 +46,22 @@ def dry_run(
     stages = Stages(config, pieces, chain.is_conditional, watches_inputs=is_ours(config.model.name))
     measure = _MeasuredLogits(loss)
     training = stages.probe(given, measure, training=True)
-    _warn_about_means(loss, training, plan, voice.warn)
-    _require_stateless(opening, plan, training)
-    _require_classes(opening.loss, measure.shape, *opening.sources)
-    _warn_about_classes(opening, measure.shape, voice.warn)
-    _require_vocabulary(chain.model, *opening.sources)
-    if not evaluates:
+    is_mean = training.divisor is None and (not loss.counts_alike or loss.name == "model")
+    facts = replace(facts, loss=loss.name, state=_state(opening, training))
+    check_fits(replace(facts, mean=loss.option if is_mean else None), voice)
+    axis = {"cross-entropy": 1, "next-token": -1}.get(loss.name)
+    for text, source in opening.sources:
+        of_data = replace(
+            facts,
+            data=text,
+            classes=source.classes,
+            has_ignored=source.has_ignored,
+            vocabulary=source.vocabulary,
+            outputs=None if axis is None else measure.shape[axis],
+            embeddings=_embeddings(chain.model),
+        )
+        check_fits(of_data, voice)
+    if not facts.pauses:
         return training, None
     if opening.val is not opening.source:
         given = _validation(config, opening.binding, opening.val, given, plan.samples)
@@ -121,77 +131,17 @@ class _MeasuredLogits:
         return measured
 
 
-def _require_stateless(opening: Opening, plan: Plan, training: Probe) -> None:
-    """An error where replicas or checkpoints would need state that the model keeps in plain attributes."""
-    chain, checkpoint = opening.chain, opening.config.checkpoint
+def _state(opening: Opening, training: Probe) -> str | None:
+    """A plain attribute in which the model keeps state, which replicas and checkpoints would need."""
+    chain = opening.chain
     attributes = (*training.attributes, *chain.leaks)
-    if not attributes or not (chain.leaks or keeps_state(opening.build, chain.example, attributes)):
-        return
-    name = attributes[0]
-    most = max(stage.replicas for stage in plan.stages)
-    if most > 1:
-        raise UserError(
-            f"the model's forward changes its attribute '{name}', of which each of {most} replicas would have its own; "
-            "register it as a buffer, or give every stage one device"
-        )
-    if checkpoint.every or checkpoint.minutes or checkpoint.best:
-        raise UserError(
-            f"the model's forward changes its attribute '{name}', which no checkpoint holds; register it as a buffer, "
-            "or train without checkpoints"
-        )
+    keeps = chain.leaks or (attributes and keeps_state(opening.build, chain.example, attributes))
+    return attributes[0] if keeps else None
 
 
-def _require_classes(options: LossOptions, logits: tuple[int, ...], *sources: tuple[str, Source]) -> None:
-    """An error where data has a label that the model has no output for, or none that counts."""
-    for text, source in sources:
-        if options.name == "binary" and source.classes > 2:
-            raise UserError(
-                f"data {text} has targets up to {source.classes - 1} but --loss binary takes 0 and 1; use "
-                "--loss cross-entropy for class numbers, or store each class as a yes or no of its own"
-            )
-    axis = {"cross-entropy": 1, "next-token": -1}.get(options.name)
-    if axis is None:
-        return
-    outputs = logits[axis]
-    for text, source in sources:
-        if source.has_ignored and not source.classes:
-            raise UserError(
-                f"data {text} has no label that counts: all are {IGNORED} or --ignore-index; give labels of 0 to "
-                f"{outputs - 1}"
-            )
-        if source.classes > outputs:
-            raise UserError(
-                f"data {text} has labels up to {source.classes - 1} but the model has {outputs} outputs; "
-                f"use --classes {source.classes}"
-            )
-
-
-def _warn_about_classes(opening: Opening, logits: tuple[int, ...], warn: Say) -> None:
-    """Warn where the model has outputs for classes that the data does not have."""
-    config, text, found = opening.config, opening.config.data.source, opening.source.classes
-    if opening.loss.name == "cross-entropy" and text.partition(":")[0] in COUNTED and 1 < found < logits[1]:
-        advice = f"--classes {found} would fit" if ":" not in config.model.name else "the others are never right"
-        warn(f"the model has {logits[1]} outputs but data {text} has {found} classes; {advice}")
-
-
-def _require_vocabulary(model: nn.Module, *sources: tuple[str, Source]) -> None:
-    """An error where text has a token that the model has no embedding for."""
-    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    for text, source in sources:
-        if sizes and source.vocabulary > max(sizes):
-            raise UserError(
-                f"data {text} has tokens up to {source.vocabulary - 1} but the model's largest embedding has "
-                f"{max(sizes)}; use a model with {source.vocabulary}, or data made with its tokenizer"
-            )
-
-
-def _warn_about_means(loss: Loss, training: Probe, plan: Plan, warn: Say) -> None:
-    """Say that a user's mean is a mean of microbatches' means."""
-    if training.divisor is None and plan.microbatches > 1 and (not loss.counts_alike or loss.name == "model"):
-        warn(
-            f"{loss.option} is a mean over each of {plan.microbatches} microbatches: where they count different "
-            "numbers of targets, or compare samples, the result depends on --microbatches; return (total, count)"
-        )
+def _embeddings(model: nn.Module) -> int | None:
+    """The tokens that the largest embedding has."""
+    return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=None)
 
 
 def _validation(config: Config, binding: Binding, val: Source, given: Given, samples: int) -> Given:

@@ -15,8 +15,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from stagewright.config.groups import Group
-from stagewright.config.rules import LOSS_OPTIONS
+from stagewright.config.rules import LOSS_OPTIONS, check_rules
 from stagewright.config.sections import AUTO, Config
+from stagewright.config.toml import flag_values
 from stagewright.data.order import Indices, Order
 from stagewright.data.own import DatasetSource
 from stagewright.data.sources import Fields, Source, cast
@@ -265,7 +266,7 @@ def loss_options(config: Config, source: Source, val: Source, fields: Mapping[st
     name = config.loss.name
     if name == "auto":
         name = _suitable(source, fields)
-        _require_used(name, config)
+        check_rules({**flag_values(config), "--loss": name}, LOSS_OPTIONS)
     ignored = config.loss.ignore_index
     if ignored is None and (source.has_ignored or val.has_ignored):
         ignored = IGNORED
@@ -275,22 +276,6 @@ def loss_options(config: Config, source: Source, val: Source, fields: Mapping[st
 def has_pairs(source: Source) -> bool:
     """Whether samples are pairs or tuples that end with their target, without names of their own."""
     return isinstance(source, DatasetSource) and source.is_paired
-
-
-def _require_used(name: str, config: Config) -> None:
-    """An error about an option that changes nothing with the loss that suits the target."""
-    given = {
-        "--label-smoothing": config.optimizer.label_smoothing or None,
-        "--ignore-index": config.loss.ignore_index,
-        "--class-weights": config.loss.class_weights,
-    }
-    for option, value in given.items():
-        losses = LOSS_OPTIONS[option]
-        if value is not None and name not in losses:
-            raise UserError(
-                f"{option} {str(value)[:80]} changes nothing with --loss {name}, which suits the target; leave it out, "
-                f"or give --loss {' or '.join(losses)}"
-            )
 
 
 def _suitable(source: Source, fields: Mapping[str, Tensor]) -> str:

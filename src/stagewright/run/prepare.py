@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from stagewright.cluster.topology import ANYWHERE, Cluster
+from stagewright.config.fits import Facts, check_fits
 from stagewright.config.optimizers import OPTIMIZERS
-from stagewright.config.sections import MOST_STEPS, Config, PlanConfig
+from stagewright.config.sections import MOST_STEPS, Config
 from stagewright.data.datasets import names_images
 from stagewright.data.order import Order
 from stagewright.errors import UserError, counted, did_you_mean, first_line
@@ -55,7 +56,6 @@ from stagewright.schedule.check import check
 from stagewright.voice import SILENT, Voice
 
 _MPS_FOLDER = "/tmp/nvidia-mps"
-_MOST_EVALUATIONS = 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,7 @@ def planned(config: Config, voice: Voice) -> Config | Opening:
 
 def _auto_plan(opening: Opening, voice: Voice, world: int | None = None, *, always: bool = False) -> AutoPlan:
     """What auto comes to on this machine."""
-    _require_one_machine(opening.config, world)
-    _require_unstaged(opening.config.plan)
+    check_fits(Facts(opening.config, world))
     if world is not None:
         return one_device(opening.config, "one process was started")
     chain = opening.chain
@@ -189,32 +188,6 @@ def _tell_workers(voice: Voice, config: Config, plan: Plan) -> None:
         voice.note(f"each rank that loads images decodes them in {count} processes (--workers 0: in threads)")
 
 
-def _require_unstaged(plan: PlanConfig) -> None:
-    """An error for options about stages, which auto chooses."""
-    asked = {"cut": plan.cut, "shares": plan.shares, "versions": plan.versions, "depths": plan.depths}
-    asked["policy"] = plan.policy if plan.policy != PlanConfig().policy else None
-    for name, value in asked.items():
-        if value is not None:
-            raise UserError(
-                f"--{name} {value} needs a placement, and --placement is auto; give the devices of each stage as "
-                "well, such as --placement 0:0.0:1"
-            )
-
-
-def _require_one_machine(config: Config, world: int | None) -> None:
-    """An error where auto would have to plan for other machines than this one."""
-    if config.nodes.list is not None:
-        raise UserError(
-            f"--placement auto plans for this machine, but --nodes names {config.nodes.list}; give the devices of each "
-            "stage: --placement 0:0-3.1:0-3"
-        )
-    if world is not None and world > 1:
-        raise UserError(
-            f"--placement auto starts its own ranks, but {world} processes were started; give the devices of each "
-            f"stage, such as --placement 0:0-{world - 1}"
-        )
-
-
 # --- Plan and try -----------------------------------------------------------------------------------------------------
 
 
@@ -225,14 +198,28 @@ def _tried(opening: Opening, started: _Started, voice: Voice) -> Job:
     opening, plan, proof = first_proven(opening.chain_by, partial(_proven, opening, cluster, voice))
     voice.progress("trying the stages on a few samples")
     config, chain, order = opening.config, opening.chain, opening.order(plan)
-    _require_ranks(config, plan, started.world, voice)
-    batches = MOST_STEPS if opening.is_scripted else _num_batches(config, order)
-    pauses = () if opening.is_scripted else _pauses(config, batches, order.batches)
-    _require_checkpoints(config, plan, pauses)
+    require_devices(config, plan, voice)
+    if started.world is None:
+        _warn_about_cores(config, plan, voice)
+    batches, pauses = (MOST_STEPS, ()) if opening.is_scripted else _length(config, order)
+    facts = Facts(
+        config,
+        started.world,
+        mode=plan.mode,
+        ranks=plan.world,
+        idle=_idle_machine(config, plan),
+        microbatches=plan.microbatches,
+        replicas=max(stage.replicas for stage in plan.stages),
+        pause_step=plan.pause_step,
+        pauses=pauses,
+        batches=batches,
+    )
+    check_fits(facts)
+    check(plan.starting_at(0))
     pieces = chain.cut(plan.cuts)
     exports = not opening.is_scripted and _exports(config, chain.model, pieces, started.keeps_weights)
     require_optimizer(config, chain.model, pieces)
-    training, evaluation = dry_run(opening, plan, pieces, voice, evaluates=bool(pauses))
+    training, evaluation = dry_run(opening, plan, pieces, facts, voice)
     unit, per_sample = opening.source.unit
     job = Job(
         config,
@@ -258,7 +245,7 @@ def _tried(opening: Opening, started: _Started, voice: Voice) -> Job:
         per_sample=per_sample,
         is_scripted=opening.is_scripted,
     )
-    return job if opening.resume is None else opening.resume.apply(job, chain.model, voice)
+    return job if opening.resume is None else opening.resume.apply(job, facts, chain.model, voice)
 
 
 def _proven(opening: Opening, cluster: Cluster, voice: Voice, chain: Chain) -> tuple[Opening, Plan, Proof | None]:
@@ -290,7 +277,6 @@ def _planned(opening: Opening, cluster: Cluster, chain: Chain, voice: Voice) -> 
         if config.plan.file is not None:
             config = replace(config, plan=resolved_options(config.plan, plan))
         config = replace(config, plan=replace(config.plan, mode=plan.mode.value, batch=plan.batch))
-        _require_all_machines(config, cluster, plan)
     warn_about_lag(config, plan, voice.warn)
     return config, with_agreement(config, plan)
 
@@ -310,70 +296,31 @@ def require_optimizer(config: Config, model: nn.Module, pieces: Sequence[Piece])
     require_factory(config.optimizer, factory, trained, [names for names in held if names])
 
 
-def _require_ranks(config: Config, plan: Plan, world: int | None, voice: Voice) -> None:
-    """An error where the plan's ranks can't run, or could wait for each other for ever."""
-    if world is not None and plan.world != world:
-        raise UserError(
-            f"the plan has {counted(plan.world, 'rank')} but {counted(world, 'process', 'es')} were started; "
-            "start one process per rank, or change --placement"
-        )
-    require_devices(config, plan, voice)
-    if world is None:
-        _warn_about_cores(config, plan, voice)
-    check(plan.starting_at(0))
-
-
 def predict_job(config: Config, plan: Plan) -> Prediction | None:
     """The speed that the profile of a configuration predicts; None where it has none."""
     setting = prediction_setting(config, plan)
     return None if setting is None else predict(plan, setting)
 
 
-def _require_all_machines(config: Config, cluster: Cluster, plan: Plan) -> None:
-    """Raise if a machine of --nodes has no stage: it would have nothing to do."""
-    used = {device.machine for device in plan.devices}
-    idle = [machine for machine in range(len(cluster.machines)) if machine not in used]
-    if config.nodes.list is not None and idle:
-        raise UserError(
-            f"--nodes names machine {idle[0]} but placement {config.plan.placement} has no device of it; "
-            f"place a stage on {idle[0]}:0, or leave the machine out"
-        )
+def _length(config: Config, order: Order) -> tuple[int, tuple[int, ...]]:
+    """How many batches to train, and those after which to evaluate.
 
-
-def _num_batches(config: Config, order: Order) -> int:
-    """How many batches to train, from --steps or --epochs."""
-    epochs = 1 if config.run.epochs is None else config.run.epochs
-    batches = epochs * order.batches if config.run.steps is None else config.run.steps
-    if batches < 1:
-        raise UserError(f"there are {batches} batches to train; give --steps or --epochs of at least 1")
-    return batches
-
-
-def _pauses(config: Config, batches: int, per_epoch: int) -> tuple[int, ...]:
-    """The batch numbers after which to evaluate: every --eval-every, or with --val each epoch; and at the end."""
-    every = config.run.eval_every
+    That is every --eval-every, or with --val each epoch, and at the end.
+    """
+    run = config.run
+    batches = order.batches * (1 if run.epochs is None else run.epochs) if run.steps is None else run.steps
+    check_fits(Facts(config, batches=batches))  # which are not too many to list
+    every = (order.batches if config.data.val else None) if run.eval_every is None else run.eval_every
     if every is None:
-        return tuple(sorted({*range(per_epoch, batches, per_epoch), batches})) if config.data.val else ()
-    if every < 0:
-        raise UserError(
-            f"--eval-every is {every}; give the batches between evaluations, or 0 to evaluate only at the end"
-        )
-    if every and batches // every > _MOST_EVALUATIONS:
-        raise UserError(
-            f"--eval-every {every} means {batches // every} evaluations in {batches} batches; "
-            f"give at least {-(-batches // _MOST_EVALUATIONS)}"
-        )
-    return tuple(sorted({*(range(every, batches, every) if every else ()), batches}))
+        return batches, ()
+    return batches, (*(range(every, batches, every) if every else ()), batches)
 
 
-def _require_checkpoints(config: Config, plan: Plan, pauses: Sequence[int]) -> None:
-    """An error where --best could not save what an evaluation has found: in the middle of a stage's round."""
-    bad = [batch for batch in pauses if batch % plan.pause_step]
-    if config.checkpoint.best is not None and bad:
-        raise UserError(
-            f"--best needs a checkpoint at every evaluation, but that after step {bad[0]} is not at a multiple of "
-            f"{plan.pause_step}, where rounds of mode {plan.mode} end together; change --eval-every and --steps"
-        )
+def _idle_machine(config: Config, plan: Plan) -> int | None:
+    """A machine of --nodes without a stage: it would have nothing to do."""
+    used = {device.machine for device in plan.devices}
+    named = range(0 if config.nodes.list is None else len(cluster_of(config).machines))
+    return next((machine for machine in named if machine not in used), None)
 
 
 def _exports(config: Config, model: nn.Module, pieces: Sequence[Piece], keeps_weights: bool) -> bool:

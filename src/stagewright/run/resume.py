@@ -9,10 +9,10 @@ from pathlib import Path
 
 from torch import nn
 
+from stagewright.config.fits import Facts, check_fits
 from stagewright.config.sections import Config
 from stagewright.config.toml import Tables, config_within_bounds, keys_of, make_config
 from stagewright.errors import UserError
-from stagewright.events import Best
 from stagewright.model.cut import Chain, Way
 from stagewright.model.prove import Differs
 from stagewright.objects import shown
@@ -67,7 +67,7 @@ class Resume:
     def _made_with(self) -> str:
         return f"it was made with model {shown(self.checkpoint.manifest.config['model']['name'])}"
 
-    def apply(self, job: Job, model: nn.Module, voice: Voice = SILENT) -> Job:
+    def apply(self, job: Job, facts: Facts, model: nn.Module, voice: Voice = SILENT) -> Job:
         """The job as it continues from the checkpoint: its plan from the batch where that stands.
 
         An error where the checkpoint does not fit the job's data, plan or model. Where the plan is a new one that
@@ -75,7 +75,8 @@ class Resume:
         """
         manifest, made = self.checkpoint.manifest, job.plan
         start = manifest.position.in_batches_of(job.order, manifest.plan.batch).resume(job.order, job.fingerprint)
-        require_start(made, start, job.batches, manifest.best_by(job.criterion), job.config.run.early_stop)
+        best = manifest.best_by(job.criterion)
+        check_fits(replace(facts, start=start, since=best.since if best else 0, stall=best.stall() if best else ""))
         plan = made.starting_at(start)
         if len(made.stages) == len(manifest.plan.stages):
             pairs = zip(made.stages, manifest.plan.stages, strict=True)
@@ -182,23 +183,3 @@ def _without_replaced(before: Tables, new: Collection[str]) -> Tables:
     if "plan.file" in new:
         tables["plan"] = {}
     return tables
-
-
-def require_start(plan: Plan, start: int, batches: int, best: Best | None, early_stop: int | None) -> None:
-    """An error where nothing is left to train, or where the plan can't start at this batch.
-
-    `best` is the best evaluation before it, by what the run now compares.
-    """
-    if start >= batches:
-        raise UserError(
-            f"the checkpoint is at batch {start} and the run ends at {batches}; give more with --steps or --epochs"
-        )
-    if best is not None and early_stop is not None and best.since >= early_stop:
-        raise UserError(
-            f"the run stopped early at batch {start}: {best.stall()}; give an --early-stop above {early_stop} to go on"
-        )
-    if start % plan.pause_step:
-        raise UserError(
-            f"the checkpoint is at batch {start}, but with mode {plan.mode} on this placement rounds end together only "
-            f"every {plan.pause_step} batches; use another placement, or a checkpoint at such a batch"
-        )
