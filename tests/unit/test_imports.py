@@ -72,7 +72,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench.models": BENCH,
     "api": {*BELOW_RUN, "run", "run.observe", "cli.parser", "data.formats"},
     "integrations": {"errors", "api", "model", "run", "runtime.script"},
-    "cli.command": {"errors", "config"},
+    "cli.command": {"errors", "config", "run.folder"},
     "cli": {
         *BENCH,
         "cli.command",

@@ -443,7 +443,7 @@ COMMANDS = (
         ),
     ),
     Command(
-        *("value", "plan:run_value", "compare clusters by images per second, dollar and watt"),
+        *("value", "value:run", "compare clusters by images per second, dollar and watt"),
         "Compare clusters by the best plan on each: its speed, its price and its power.",
         "MODEL --cluster A --cluster B",
         (_MODEL,),

@@ -1,8 +1,4 @@
-"""Commands that search for the fastest plan.
-
-`plan` shows the candidates on one cluster with what limits each; `value` compares the best plans of several clusters by
-speed, price, power and memory.
-"""
+"""`stagewright plan`: search for the fastest plan; show the candidates on one cluster with what limits each."""
 
 from __future__ import annotations
 
@@ -14,39 +10,34 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from stagewright.cluster.catalog import price_source
 from stagewright.cluster.placement import format_placement
-from stagewright.cluster.specs import Catalog, calibration_note
-from stagewright.cluster.topology import Cluster
+from stagewright.cluster.specs import calibration_note
 from stagewright.config.optimizers import has_stable_rate
 from stagewright.errors import UserError
 from stagewright.files import write_text
-from stagewright.metrics import GIB, MIB, format_rate
+from stagewright.metrics import MIB, format_rate
 from stagewright.plan.estimate import Setting
 from stagewright.plan.make import PLAN_FORMAT
 from stagewright.plan.plan import Mode, Plan
 from stagewright.plan.stability import Motion, stability_warning, stable_limit
 from stagewright.planning.build import BUBBLE_GOAL, idle_warning
-from stagewright.planning.compare import Comparison, Interval, compare, interval, setting_evidence
-from stagewright.planning.planner import Candidate, Choice, choose, explain
-from stagewright.planning.predict import IMAGENET, link_use, predict, stage_costs
+from stagewright.planning.compare import Comparison, Interval, compare
+from stagewright.planning.planner import Candidate, Choice, explain
+from stagewright.planning.predict import link_use, predict, stage_costs
 from stagewright.planning.traced import rate_of
 from stagewright.report.columns import Column, page_table, used
 from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console, print_table, say
 from stagewright.report.page import Page, Table
-from stagewright.run.plan import Asked, Progress, ask, is_for_train, plan_options, read_setting, search
+from stagewright.run.plan import Asked, Progress, ask, is_for_train, plan_options, search
 from stagewright.run.report import make_prediction_page, write_page
 
 _LEAST_STEPS = 12  # that a plan is trained to be timed
-_HOURS = 24 * 365
-_REST_WATTS = 150.0  # of a machine beside its cards, where nobody says
 
 
 Ranked = tuple[Candidate, Interval]
@@ -141,27 +132,15 @@ def _try(parsed: argparse.Namespace, asked: Asked, choice: Choice, progress: Pro
             file.write_text(json.dumps(plan.describe()))
             words = [*_train_words(parsed, asked), "--device", asked.device, "--precision", asked.setting.precision]
             words += ["--plan", str(file), "--threads", str(asked.threads)]
-            command = [
-                sys.executable,
-                "-m",
-                "stagewright",
-                *words,
-                "--steps",
-                str(max(_LEAST_STEPS, steps)),
-                "--runs",
-                folder,
-                "--json",
-            ]
+            words += ["--steps", str(max(_LEAST_STEPS, steps)), "--runs", folder, "--json"]
+            command = [sys.executable, "-m", "stagewright", *words]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            found.append(Tried(index, None, _last_line(done.stderr) or f"exit code {done.returncode}"))
+            last = done.stderr.strip().rpartition("\n")[2]
+            found.append(Tried(index, None, last or f"exit code {done.returncode}"))
         else:
             found.append(Tried(index, json.loads(done.stdout.splitlines()[-1])["images_per_second"]))
     return tuple(found)
-
-
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1] if text.strip() else ""
 
 
 def decide(choice: Choice, tried: Sequence[Tried]) -> Choice:
@@ -424,180 +403,6 @@ def _about_training(answer: Answer) -> Iterator[str]:
         plain = f"{_name_of(own)} ({format_rate(own.prediction.images_per_second)} {answer.rate})"
         yield f"train by itself avoids lag and would take {plain}; the command below takes {_name_of(best)}"
     yield f"train it: {train_command(answer.options, answer.asked, best.plan)}"
-
-
-# --- The value of clusters --------------------------------------------------------------------------------------------
-
-_CLUSTERS: tuple[Column[dict[str, Any]], ...] = (
-    Column("cluster", itemgetter("cluster"), is_text=True),
-    Column("plan", itemgetter("plan"), is_text=True, wraps=True),
-    Column("lag", itemgetter("lag")),
-    Column("images/s", itemgetter("images_per_second"), format_rate),
-    Column("90 %", lambda row: f"{format_rate(row['low'])}-{format_rate(row['high'])}"),
-    Column("GiB", itemgetter("memory_gib"), "{:.0f}"),
-)
-_MONEY: tuple[Column[dict[str, Any]], ...] = (
-    Column("cluster", itemgetter("cluster"), is_text=True),
-    Column("USD", itemgetter("usd"), "{:,.0f}"),
-    Column("W", itemgetter("watts"), "{:,.0f}"),
-    Column("images/s/USD", itemgetter("per_dollar"), "{:.2f}"),
-    Column("images/s/W", itemgetter("per_watt"), "{:.2f}"),
-    Column("epoch USD", itemgetter("epoch_usd"), "{:.3f}"),
-    Column("year USD", itemgetter("year_usd"), "{:,.0f}"),
-)
-
-
-def run_value(parsed: argparse.Namespace) -> None:
-    if not parsed.cluster:
-        raise UserError("no cluster: give --cluster once for each to compare")
-    prices = dict(_price(text) for text in parsed.price)
-    with ProgressLine(f"reading {parsed.model}") as progress:
-        read = [read_setting(parsed, text)[1:] for text in parsed.cluster]
-        settings = [setting for _, setting in read]
-        _require_priced(prices, settings)
-        rows = []
-        for catalog, setting in read:
-            progress(f"planning {parsed.model} on {setting.cluster.name}")
-            rows.append(_value_row(parsed, setting, catalog, prices))
-    even = _break_even(rows[0], rows[1]) if len(rows) == 2 else None
-    note = device_note(parsed, settings)
-    if parsed.json:
-        found = {"model": parsed.model, "precision": settings[0].precision, "clusters": rows, "calibration": note}
-        print(json.dumps(found | {"kwh": parsed.kwh, "break_even": even}))
-        return
-    console = open_console()
-    say(console, f"{parsed.model}, {settings[0].precision}, batch {parsed.batch}")
-    print_table(console, _CLUSTERS, rows)
-    print_table(console, _MONEY, rows)
-    for row in rows:
-        for price in row["prices"]:
-            say(console, price, style="dim")
-    say(console, f"electricity at {parsed.kwh:g} USD a kWh; an epoch is of ImageNet, a year is all of it", style="dim")
-    if even:
-        say(console, even["sentence"])
-    if note:
-        say(console, note)
-
-
-def _price(text: str) -> tuple[str, float]:
-    name, _, value = text.partition("=")
-    try:
-        usd = float(value)
-    except ValueError:
-        usd = -1.0
-    if not name or not 0 < usd < float("inf"):
-        raise UserError(f"--price '{text}' is not DEVICE=USD (for example rtx-4090=1800)")
-    return name, usd
-
-
-def _require_priced(prices: dict[str, float], settings: list[Setting]) -> None:
-    """Raise for the price of a device that no cluster has: it would change nothing."""
-    kinds = {setting.cluster.kind_of(device) for setting in settings for device in setting.cluster.devices}
-    for name in prices:
-        if name not in kinds:
-            raise UserError(
-                f"--price names '{name}' but the clusters have {', '.join(sorted(kinds))}; name one of these"
-            )
-
-
-def _value_row(
-    parsed: argparse.Namespace, setting: Setting, catalog: Catalog, prices: dict[str, float]
-) -> dict[str, Any]:
-    best = choose(setting, parsed.batch).best
-    rate = best.prediction.images_per_second
-    own = interval(best.prediction, setting, catalog, measured=False)
-    usd, watts, notes = _totals(setting, prices)
-    memory = sum(setting.devices(setting.cluster.kind_of(device)).memory for device in setting.cluster.devices) / GIB
-    epoch = None if watts is None else IMAGENET / 3.6e6 * watts * parsed.kwh
-    return {
-        "cluster": setting.cluster.name,
-        "plan": f"{best.plan.mode} {best.plan.shape}",
-        "lag": max(stage.versions for stage in best.plan.stages) - 1,
-        "images_per_second": rate,
-        "low": own.low,
-        "high": own.high,
-        "evidence": str(setting_evidence(setting, measured=False)),
-        "usd": usd,
-        "watts": watts,
-        "per_dollar": rate / usd if usd else None,
-        "per_watt": rate / watts if watts else None,
-        "epoch_usd": None if epoch is None else epoch / rate,
-        "epoch_usd_interval": None if epoch is None else [epoch / own.high, epoch / own.low],
-        "year_usd": None if watts is None else watts / 1000 * _HOURS * parsed.kwh,
-        "memory_gib": memory,
-        "gib_per_thousand_dollars": memory / usd * 1000 if usd else None,
-        "prices": notes,
-    }
-
-
-def _break_even(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
-    """After how many ImageNet epochs the box that is cheaper to run has paid for its price, with the interval."""
-    if None in (one["usd"], other["usd"], one["epoch_usd"], other["epoch_usd"]):
-        return None
-    cheap, dear = sorted((one, other), key=lambda row: row["usd"])
-    price = dear["usd"] - cheap["usd"]
-    saved = cheap["epoch_usd"] - dear["epoch_usd"]
-    most = cheap["epoch_usd_interval"][1] - dear["epoch_usd_interval"][0]
-    least = cheap["epoch_usd_interval"][0] - dear["epoch_usd_interval"][1]
-    epochs = [price / value if value > 0 else None for value in (saved, most, least)]
-    if epochs[0] is None:
-        perhaps = "" if epochs[1] is None else f", unless errors favour it: then after {epochs[1]:,.0f} epochs"
-        cheaper = f"{cheap['cluster']} costs USD {price:,.0f} less, and less to run"
-        sentence = f"{cheaper}; {dear['cluster']} never breaks even{perhaps}"
-    else:
-        last = "never" if epochs[2] is None else f"{epochs[2]:,.0f}"
-        sentence = (
-            f"{dear['cluster']} costs USD {price:,.0f} more and pays that back in electricity after {epochs[0]:,.0f} "
-            f"epochs of ImageNet ({epochs[1]:,.0f} to {last})"
-        )
-    return {"epochs": epochs[0], "low": epochs[1], "high": epochs[2], "sentence": sentence}
-
-
-def _totals(setting: Setting, prices: dict[str, float]) -> tuple[float | None, float | None, list[str]]:
-    """Dollars and watts of the whole boxes, and the sources of the prices."""
-    kinds = [setting.cluster.kind_of(device) for device in setting.cluster.devices]
-    usd = [prices.get(kind, setting.devices(kind).usd) for kind in kinds]
-    watts = [setting.devices(kind).watts for kind in kinds]
-    notes = []
-    for kind in sorted(set(kinds)):
-        price = prices.get(kind, setting.devices(kind).usd)
-        source = "your price" if kind in prices else price_source(kind)
-        notes.append(
-            f"{kind}: no price; give --price {kind}=USD" if price is None else f"{kind}: USD {price:,.0f}, {source}"
-        )
-    rest = _rest_of(setting.cluster, prices, notes)
-    whole_usd = sum(value for value in usd if value is not None) + rest if all(usd) else None
-    own = sum(machine.watts or _REST_WATTS for machine in setting.cluster.machines)
-    whole_watts = sum(value for value in watts if value is not None) + own if all(watts) else None
-    return whole_usd, whole_watts, notes
-
-
-def _rest_of(cluster: Cluster, prices: dict[str, float], notes: list[str]) -> float:
-    """Dollars of what is beside the cards: the parts of a cluster file, or the usual ones of a home-built box."""
-    total = 0.0
-    for number, machine in enumerate(cluster.machines):
-        parts = dict(machine.parts) or _usual_parts(machine.devices or 1)
-        parts |= {name: usd for name, usd in prices.items() if name in parts}
-        total += sum(parts.values())
-        if number == 0:
-            source = "of the cluster file" if machine.parts else "usual in 2023"
-            listed = ", ".join(f"{name} {usd:,.0f}" for name, usd in parts.items())
-            total_usd = f"USD {sum(parts.values()):,.0f}"
-            notes.append(f"{cluster.name}, a machine beside its cards: {total_usd}, {source}: {listed}")
-    return total
-
-
-def _usual_parts(devices: int) -> dict[str, float]:
-    """What builders list beside the cards, for a box of so many of them."""
-    large = devices > 2
-    return {
-        "board": 600.0 if large else 200.0,
-        "processor": 800.0 if large else 300.0,
-        "memory": 100.0 * max(2, devices),
-        "power supply": 200.0 * (1 + devices // 3),
-        "case": 150.0 if large else 100.0,
-        "drives": 150.0,
-    }
 
 
 def device_note(parsed: argparse.Namespace, settings: Sequence[Setting]) -> str | None:

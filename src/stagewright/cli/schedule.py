@@ -6,7 +6,7 @@ import argparse
 import json
 from functools import partial
 
-from stagewright.cli.config import read_layers
+from stagewright.cli.command.layers import read_layers
 from stagewright.config.sections import require_within
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError

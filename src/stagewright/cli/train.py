@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from stagewright.cli.config import read_layers
+from stagewright.cli.command.layers import read_layers
 from stagewright.cli.plan import Answer
 from stagewright.cli.plan import show as show_candidates
 from stagewright.config.sections import Config

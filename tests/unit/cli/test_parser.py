@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.cli.config import read_layers
+from stagewright.cli.command.layers import read_layers
 from stagewright.cli.main import main
 from stagewright.cli.parser import AREAS, COMMANDS, make_parser
 from tests.commands import fails

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stagewright.cli.config import read_layers
+from stagewright.cli.command.layers import read_layers
 from stagewright.cli.parser import make_parser
 from stagewright.config.sections import GroupConfig
 from stagewright.config.toml import as_tables, as_toml, changed_keys, make_config, read_toml
