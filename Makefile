@@ -23,8 +23,8 @@ types: $(READY)
 
 # Unit tests two at a time; those of many ranks have the machine to themselves.
 tests: $(READY) .venv/.libraries .venv/.browser
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/unit tests/schedule
-	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/schedule tests
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/unit tests/schedule tests/benchmarks
+	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/schedule --ignore=tests/benchmarks tests
 
 # What takes too long for every day: a million mutated inputs a reader, every bad value of every option, three epochs of
 # a million samples, twenty kills of random ranks under two plans, and two machines in network namespaces with everything
@@ -39,22 +39,22 @@ soak: $(READY)
 		tests/unit/runtime/checkpoint/test_forged.py tests/unit/cli/test_bad_options.py
 	STAGEWRIGHT_SOAK=1 $(BIN)/python -m pytest -s tests/distributed/test_machines.py tests/distributed/test_slow_link.py \
 		tests/distributed/test_planning.py tests/distributed/test_command.py tests/distributed/test_data.py tests/distributed/test_torchrun.py \
-		tests/browser/test_demo_page.py tests/unit/bench/learning/test_study.py
+		tests/browser/test_demo_page.py tests/benchmarks/learning/test_study.py
 	$(BIN)/python -m tests.soak --faults 20 --seed $(SEED)
 	$(BIN)/python -m tests.soak --minutes 60 --plan stale
 
 # Every case of the tests that take some each day, every command of README and docs, 500 cases of the planner's laws, the
 # five splits of the measured rows, the demo from the wheel, and the self-test with real ranks.
 nightly: $(READY) demo
-	STAGEWRIGHT_NIGHTLY=1 $(BIN)/python -m pytest -s -n 2 --dist loadgroup tests/unit tests/schedule
+	STAGEWRIGHT_NIGHTLY=1 $(BIN)/python -m pytest -s -n 2 --dist loadgroup tests/unit tests/schedule tests/benchmarks
 	STAGEWRIGHT_NIGHTLY=1 $(BIN)/python -m pytest -s tests/distributed/test_engine.py tests/distributed/test_script.py \
 		tests/distributed/test_examples.py tests/distributed/test_kill.py tests/distributed/test_torchrun.py
-	$(BIN)/stagewright bench models
+	$(BIN)/python -m benchmarks models
 
 bench: $(READY)
-	$(BIN)/stagewright bench overhead
-	$(BIN)/stagewright bench peers
-	$(BIN)/stagewright data bench
+	$(BIN)/python -m benchmarks overhead
+	$(BIN)/python -m benchmarks peers
+	$(BIN)/python -m benchmarks data
 
 # torch first and pinned: a range would bring the newest build and its GPU packages.
 $(READY): pyproject.toml

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from stagewright.bench.demo.machines import Machines
+from stagewright.bench.demo.ranks import HERE
 from stagewright.bench.demo.run import Demo, Length, Measured, setting_on
-from stagewright.bench.peers.launch import HERE
 from stagewright.cluster.catalog import shipped
 from stagewright.metrics import Span, Timeline
 from stagewright.plan.make import make_plan

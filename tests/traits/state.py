@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from stagewright.bench.models.own import Codebook
+from benchmarks.models.own import Codebook
 from tests.traits.trait import CLASSES, OR_REFUSED, SEQUENCE, WIDTH, Block, Stack, through_blocks, trait
 
 

@@ -23,8 +23,8 @@ import pytest
 from torch import nn
 
 import stagewright
+from benchmarks.learning.runs import DIVERGED
 from stagewright import __main__ as entry
-from stagewright.bench.learning.runs import DIVERGED
 from stagewright.cli.command.options import OPTIONS
 from stagewright.cli.main import main
 from stagewright.config.toml import make_config

@@ -24,9 +24,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import stagewright
+from benchmarks.__main__ import main as run_benchmark
+from benchmarks.learning.runs import earlier_runs
+from benchmarks.learning.trials import StudyOptions, TrialRun, open_study, trial_runs_of
 from stagewright.bench.compare import compare, describe
-from stagewright.bench.learning.runs import earlier_runs
-from stagewright.bench.learning.trials import StudyOptions, TrialRun, open_study, trial_runs_of
 from stagewright.bench.suite import SuiteOptions, configurations_of, read_suite
 from stagewright.cli import main as cli
 from stagewright.cli.command.command import one_line
@@ -447,14 +448,14 @@ READERS = {
     "study": Reader(
         lambda text, path: _study_runs(_file(text, path)),
         [_STUDY],
-        lambda text, path: ["bench", "learning", "--data", "synthetic", "--study", _file(text, path)],
+        lambda text, path: ["benchmarks", "learning", "--data", "synthetic", "--study", _file(text, path)],
         share=0.1,
     ),
     "learning": Reader(
         _read_learning,
         [_learning_seed()],
         lambda text, path: [
-            *("bench", "learning", "--data", "synthetic", "--study", _file(_STUDY, path)),
+            *("benchmarks", "learning", "--data", "synthetic", "--study", _file(_STUDY, path)),
             *("--reuse", str(Path(_file(text, path.with_name("learning.json"))).parent)),
         ],
         is_json=True,
@@ -497,7 +498,10 @@ def attempt(reader: Reader, text: str, path: Path) -> str | None:
 def assert_one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The command fails with exit code 2 and one line that says why."""
     with pytest.raises(SystemExit) as ended:
-        cli.main(command)
+        if command[0] == "benchmarks":
+            run_benchmark(command[1:])
+        else:
+            cli.main(command)
     shown = capsys.readouterr().err
     assert ended.value.code == 2 and shown.count("\n") == 1 and "Traceback" not in shown, (command, shown)
     assert len(shown) < 1000 and shown[:-1].isprintable(), shown

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from stagewright.bench.models import plain
-from stagewright.bench.models.plain import Cut
+from benchmarks.models import plain
+from benchmarks.models.plain import Cut
 from stagewright.errors import UserError
 from stagewright.model.load import build_model
 from tests import models, reference

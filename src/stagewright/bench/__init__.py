@@ -1,6 +1,5 @@
-"""Measure: suites of configurations in turns (`run`), Stagewright and stock PyTorch on the same work (`peers/`), what
-lag costs in accuracy (`learning/`), models of libraries (`models/`), the demo (`demo/`), and single parts (`micro/`).
-`suites/` and `studies/` hold the shipped TOML files.
+"""Measure: suites of configurations in turns (`run`, with `suites/`), this machine's loaders (`data`),
+and two stages beside stock DDP (`demo/`). `result` is what a bench found, `pages` shows it, `compare` compares two.
 
 Only `cli` imports this folder; it may import every other one.
 """

@@ -6,6 +6,7 @@ bench.json, report.md, report.html and, of benches that train runs, logs.zip.
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import zipfile
@@ -24,17 +25,19 @@ from stagewright.bench.result import FILE, Outcome, PublishedRow, Ratio, Row, an
 from stagewright.bench.statistics import Answer, Interval, judge, not_slower
 from stagewright.bench.suite import devices_of
 from stagewright.config.sections import options
-from stagewright.errors import Interrupted, counted
+from stagewright.errors import Interrupted, UserError, counted
 from stagewright.metrics import MIB, format_metric, metric_label
 from stagewright.planning.predict import IMAGENET
 from stagewright.report.charts import COLOURS
-from stagewright.report.live.terminal import plain_table, say
+from stagewright.report.live.progress import ProgressLine
+from stagewright.report.live.terminal import open_console, plain_table, say
 from stagewright.report.page import Bar, Bars, Block, Listing, Page, Summary, Table
 from stagewright.report.words import upper_first
 from stagewright.run.folder import new_folder
 from stagewright.run.report import write_page
 
 Keep = Callable[[Outcome], None]
+Measure = Callable[[Path, Keep, ProgressLine], Outcome]
 LOGS = "logs.zip"
 _MET = {True: "yes", False: "no", None: "not known"}
 _NO_LOGS = {"checkpoints", ".lock", "ranks", "report.html"}  # left out of the zip
@@ -507,6 +510,27 @@ def run_to_folder(
             kept = f"what was measured is in {folder}" if latest else "nothing was measured"
             raise Interrupted(f"after {counted(done, 'run')}", kept) from error
     return latest[0], folder
+
+
+def measure_and_show(
+    name: str, measure: Measure, command: str, *, runs: str = "runs", anonymise: bool = False, as_json: bool
+) -> tuple[Outcome, Path]:
+    """Measure into a folder, and print the tables or one JSON object."""
+    with ProgressLine(name, patience=0) as progress:
+        outcome, folder = run_to_folder(
+            name, runs, command, lambda logs, keep: measure(logs, keep, progress), anonymise=anonymise
+        )
+    if as_json:
+        print(json.dumps(asdict(outcome) | {"folder": str(folder)}))
+    else:
+        show(open_console(), outcome, folder)
+    return outcome, folder
+
+
+def require_none_failed(outcome: Outcome, folder: Path) -> None:
+    if failed := [row for row in outcome.rows if row.kind == "failed"]:
+        first, count = failed[0], f"{len(failed)} of {len(outcome.rows)} configurations"
+        raise UserError(f"{count} failed, first {first.group}, {first.label}: {first.reason}; the rest is in {folder}")
 
 
 def zip_logs(runs: Path, folder: Path, clean: Callable[[str], str]) -> None:

@@ -1,21 +1,17 @@
 """What a configuration needs and how fast it would be, without running it.
 
 `Capacity` says whether a configuration fits a machine: its GPUs, their memory, the memory of its processes.
-`predict_config` simulates it on a cluster of the catalog with Stagewright's own efficiency, and `published_rows` puts
-the published runs of the same models and clusters next to what the simulator predicts for them.
+`predict_config` simulates it on a cluster of the catalog with Stagewright's own efficiency.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from stagewright.bench.result import PublishedRow, Row
 from stagewright.bench.suite import devices_of
-from stagewright.cluster.catalog import shipped
 from stagewright.cluster.specs import Catalog
 from stagewright.cluster.topology import ANYWHERE, Cluster, Machine
 from stagewright.config.sections import Config
@@ -24,7 +20,6 @@ from stagewright.metrics import MIB
 from stagewright.plan.estimate import Estimate
 from stagewright.planning.build import build_plan
 from stagewright.planning.predict import Prediction, predict
-from stagewright.planning.published import PublishedRun, predict_run, published_runs
 from stagewright.planning.setting import config_setting, memory_setting
 from stagewright.planning.traced import trace_model
 
@@ -89,35 +84,3 @@ def predict_config(config: Config, catalog: Catalog, cluster: Cluster, *, loads:
     setting = config_setting(config, cluster, catalog=catalog, loads=loads)
     plan = build_plan(config.plan, cluster, model.chain, lambda placement: setting)
     return predict(plan, setting)
-
-
-def published_rows(rows: Iterable[Row], progress: Callable[[str], None]) -> tuple[PublishedRow, ...]:
-    """One row per published run of a predicted model, cluster and precision, by the shipped calibration."""
-    wanted = [(row.model, row.cluster, row.precision) for row in rows if row.kind == "predicted"]
-    found = []
-    for run in published_runs():
-        if (run.model, run.cluster, run.precision) in wanted:
-            progress(f"predicting {run}")
-            found.append(published_row(run, shipped()))
-    order = list(dict.fromkeys(model for model, _, _ in wanted))
-    return tuple(sorted(found, key=lambda row: order.index(row.model)))
-
-
-def published_row(run: PublishedRun, catalog: Catalog) -> PublishedRow:
-    """A published run beside its prediction."""
-    prediction = predict_run(run, catalog)
-    memory = (prediction.memory[0].total / MIB, prediction.memory[-1].total / MIB)[: len(prediction.plan.stages)]
-    return PublishedRow(
-        system=run.system,
-        model=run.model,
-        cluster=f"{run.cluster} x{run.devices}" if run.devices else run.cluster,
-        mode=f"{run.mode}, {run.scheduling}" if run.scheduling else run.mode,
-        data="real" if run.data == "imagenet" else run.data,
-        precision=run.precision,
-        batch=f"{run.global_batch}" if run.global_batch else f"{run.microbatch} each",
-        predicted=prediction.images_per_second,
-        published=run.rate,
-        memory=memory,
-        published_memory=tuple(run.memory_mib),
-        epochs=tuple(run.epoch_seconds),
-    )

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from stagewright.bench.machine import observed, shared_gpu
-from stagewright.bench.predict import Capacity, local_capacity, predict_config, published_rows
+from stagewright.bench.predict import Capacity, local_capacity, predict_config
 from stagewright.bench.result import Outcome, Repeat, Row, measured_row, new_outcome, ratio_of
 from stagewright.bench.statistics import Interval
 from stagewright.bench.suite import (
@@ -63,8 +63,7 @@ def run_suite(
                 not_run[key] = Row(**_about(configurations[key], config), kind="left out", reason=reason)
     if not configs and not options.simulate:
         raise UserError(_does_not_fit(name, list(not_run.values()), capacity))
-    published = published_rows(not_run.values(), progress)
-    blank = new_outcome(Path(name).stem, suite.title, options.repeats, options.steps, published=published)
+    blank = new_outcome(Path(name).stem, suite.title, options.repeats, options.steps)
 
     def outcome(measured: Mapping[str, Measurements], is_whole: bool) -> Outcome:
         rows = [not_run.get(key) or row_so_far(entry, measured[key]) for key, entry in configurations.items()]

@@ -97,7 +97,7 @@ class Configuration:
     def resolve(self, cluster: Cluster) -> Config:
         """The options on a cluster; a trial that asks for more devices than there are gets indices beyond the last."""
         if self.trial.plain:
-            raise UserError(f"trial '{self.trial.name}' is plain, which is for bench learning; leave plain out")
+            raise UserError(f"trial '{self.trial.name}' is plain, which is for studies of accuracy; leave plain out")
         plan: dict[str, Any] = {}
         if self.trial.devices is not None:
             there = cluster.devices

@@ -13,9 +13,9 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from stagewright.bench.micro.selftest import Check, State, find_machine, run_checks, usual_effort
 from stagewright.errors import UserError, counted
 from stagewright.hardware.doctor.check import check_machine, show
+from stagewright.hardware.doctor.selftest import Check, CheckState, find_machine, run_checks, usual_effort
 from stagewright.hardware.environment import read_environment
 from stagewright.metrics import MIB, format_rate
 from stagewright.planning.traced import rate_of
@@ -64,7 +64,7 @@ def run_selftest(parsed: argparse.Namespace) -> None:
         print(json.dumps(about | {"checks": [{"part": c.part, "name": c.name, **asdict(c.found)} for c in checks]}))
     else:
         show_checks(open_console(), checks)
-    if failed := [check for check in checks if check.found.state is State.FAILED]:
+    if failed := [check for check in checks if check.found.state is CheckState.FAILED]:
         first = f"{failed[0].part}, {failed[0].name}: {failed[0].found.line}"
         raise UserError(f"{len(failed)} of {len(checks)} checks failed, first {first}")
 
@@ -74,7 +74,7 @@ def show_checks(console: Console, checks: Sequence[Check]) -> None:
     if not console.is_terminal:
         print_lines(*(f"{check.found.state}: {check.part}, {check.name}: {check.found.line}" for check in checks))
         return
-    styles = {State.PASSED: "green", State.FAILED: "bold red", State.NOT_CHECKED: "yellow"}
+    styles = {CheckState.PASSED: "green", CheckState.FAILED: "bold red", CheckState.NOT_CHECKED: "yellow"}
     table = plain_table("check", "", "found", left=("check", "", "found"), no_wrap=("",))
     for check in checks:
         state = plain(check.found.state, styles[check.found.state])

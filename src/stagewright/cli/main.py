@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 from stagewright.cli.command.command import USER_ERROR, Parser, one_line
-from stagewright.cli.parser import make_parser
+from stagewright.cli.parser import make_parser, moved_bench
 from stagewright.cluster.placement import parse_placement
 from stagewright.config.sections import AUTO
 from stagewright.errors import DISK_FULL, RunFailed, UserError
@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not arguments:
         sys.stdout.write(parser.screen())
         sys.exit(USER_ERROR)
+    if arguments[0] == "bench" and (elsewhere := moved_bench(str(arguments[1:2] and arguments[1]))) is not None:
+        _fail(elsewhere)  # before its old options are refused
     _require_usable(parser, arguments)
     _require_known(parser, arguments)
     parsed, unknown = parser.parse_known_args(arguments)

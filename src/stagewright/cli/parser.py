@@ -58,15 +58,18 @@ _SUITES = """suites of configurations, measured in turns; all leave a folder wit
   stages      dp, sync, stale and pipedream: VGG-16, AlexNet, ResNet-50
   scaling     ResNet-50 on 1, 2, 4, ... ranks
   homelab     ResNet-50 on all GPUs of one machine, fp16 and fp32
-  FILE.toml   your own; for examples see stagewright/bench/suites
-accuracy at each lag, over several seeds:
-  learning
-models of libraries, cut and compared with plain PyTorch:
-  models
-comparisons with stock PyTorch:
-  overhead, peers, gpu, transformers, shared
-parts of Stagewright:
-  published, planner, own, engine, growth, startup, checkpoint, monitor, data"""
+  FILE.toml   your own; for examples see stagewright/bench/suites"""
+_IN_A_CHECKOUT = {
+    *("checkpoint", "data", "engine", "gpu", "growth", "learning", "models", "monitor", "overhead", "own", "peers"),
+    *("planner", "published", "shared", "startup", "transformers"),
+}
+
+
+def moved_bench(suite: str) -> str | None:
+    """Where a benchmark of Stagewright itself is; None for what this package measures."""
+    if suite not in _IN_A_CHECKOUT:
+        return None
+    return f"bench {suite} measures Stagewright itself: run python -m benchmarks {suite} in a checkout"
 
 
 def completed(name: str, given: Mapping[str, Any]) -> argparse.Namespace:
@@ -401,8 +404,8 @@ COMMANDS = (
         ),
     ),
     Command(
-        *("data bench", "bench:run_data", "compare this loader with stock ones"),
-        "Measure the images per second of this loader and of stock ones, in turns.",
+        *("data bench", "bench:run_data", "measure how fast this loader is here"),
+        "Measure the images per second of one decoding thread, and of this loader by threads and processes.",
         options=(
             *take("--repeats", help="repeats per way to decode (default: 15)"),
             *take("--images"),
@@ -410,23 +413,19 @@ COMMANDS = (
         ),
     ),
     Command(
-        *("bench", "bench:run", "measure configurations, compare with stock PyTorch"),
-        "Measure a suite of configurations, compare with stock PyTorch, or time parts.",
+        *("bench", "bench:run", "measure configurations in turns"),
+        "Measure a suite of configurations in turns, and say which is faster.",
         "SUITE|FILE.toml",
         (Argument("suite", "SUITE", "what to measure; see below"),),
         (
             *take("--repeats"),
             *take("--steps", default=0, bounds={"least": 0}, help="batches per repeat (default: the suite's)"),
-            *take("--quick --only"),
+            *take("--only"),
             *take("--data", default=None, help="real data for suites that take it: folder:DIR, tar:GLOB, ..."),
             *take("--set", is_repeated=True, help="an option for every configuration: run.seed=3"),
             *take("--simulate"),
-            *take("--cluster", help="predict everything for this cluster (suites: with --simulate)"),
-            *take("--rows --given --row"),
-            *take("--anonymise --runs"),
-            *take("--val", group="learning", help="data to evaluate on"),
-            *take("--study --seeds --jobs --target --real", group="learning"),
-            *take("--reuse", group="learning", is_repeated=True),
+            *take("--cluster", help="predict everything for this cluster, with --simulate"),
+            *take("--row --anonymise --runs"),
         ),
         _SUITES,
         first="--repeats --steps --only --data --set --simulate --cluster --runs --json",

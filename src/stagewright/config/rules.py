@@ -321,6 +321,4 @@ RULES: tuple[Rule, ...] = (
     *_unused(_without("--serve"), "--once", "--json", commands=("watch",)),
     *_exclusive("--here", "--topo"),
     *_exclusive("--here", "--smi"),
-    *_exclusive("--reuse", "--real"),
-    *_unused(_without("--real"), "--jobs", off=1),
 )

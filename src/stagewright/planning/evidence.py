@@ -9,13 +9,9 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-from stagewright.cluster.specs import ALIKE, FITTED, HALF, SHEET, Catalog, DeviceSpec
+from stagewright.cluster.specs import ALIKE, FITTED, SHEET, DeviceSpec
 from stagewright.cluster.topology import Cluster
-
-if TYPE_CHECKING:
-    from stagewright.planning.reading import Reading
 
 
 class Evidence(StrEnum):
@@ -38,20 +34,6 @@ def worst(classes: list[Evidence]) -> Evidence:
 def device_evidence(device: DeviceSpec, precision: str) -> Evidence:
     """What the speed of a card's kernels is based on, by the shipped calibration."""
     return Evidence(device.basis(precision))
-
-
-def card_evidence(reading: Reading, catalog: Catalog, seen: frozenset[tuple[str, str]]) -> Evidence:
-    """What the speed of a row's cards is based on, given the cards and families that were fitted."""
-    found = []
-    for kind in reading.kinds:
-        device = catalog.device(kind)
-        units = device.units(reading.precision, convolution=True)
-        units = "fp16" if units in HALF else units
-        is_family = (f"family {device.family.name}", units) in seen
-        found.append(
-            Evidence.FITTED if (device.name, units) in seen else Evidence.FAMILY if is_family else Evidence.SHEET
-        )
-    return worst(found)
 
 
 def cluster_evidence(cluster: Cluster, devices: Callable[[str], DeviceSpec], precision: str) -> Evidence:

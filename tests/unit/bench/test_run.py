@@ -17,14 +17,12 @@ from stagewright.bench.predict import Capacity
 from stagewright.bench.result import Outcome, Repeat, read_outcome
 from stagewright.bench.run import Length, Measurements, nearest_suite, row_so_far, run_repeats, with_speedups
 from stagewright.bench.suite import SuiteOptions, configurations_of, read_suite
-from stagewright.cli.bench import Request, run_bench
 from stagewright.cli.main import main
 from stagewright.config.toml import make_config
-from stagewright.planning.published import published_runs
 from stagewright.report.html import as_html
 from stagewright.report.page import Page
+from tests.commands import fails
 from tests.unit.bench.capacities import LAPTOP, ONE_GPU, SERVER, shortages
-from tests.unit.cli.test_bench import fails
 
 CONFIGS = {name: make_config() for name in "ABC"}
 
@@ -168,7 +166,7 @@ def test_an_anonymised_bench_names_no_machine_user_or_path(folder: Path, outcome
 
 
 def test_logs_keep_paths_without_anonymise(suite: Path, tmp_path: Path) -> None:
-    run_bench(Request(str(suite), repeats=1, steps=1, only="dp", runs=str(tmp_path), as_json=True))
+    main(["bench", str(suite), *["--repeats", "1", "--steps", "1", "--only", "dp", "--json", "--runs"], str(tmp_path)])
     (folder,) = tmp_path.iterdir()
     with zipfile.ZipFile(folder / "logs.zip") as file:
         (summary,) = [name for name in file.namelist() if name.endswith("summary.json")]
@@ -225,7 +223,7 @@ def test_a_suite_that_does_not_fit_names_one_that_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stagewright.bench.run.local_capacity", lambda: LAPTOP)
-    line = fails(capsys, "stages", "--runs", str(tmp_path))
+    line = fails(capsys, "bench", "stages", "--runs", str(tmp_path))
     assert "needs 8 GPUs, this machine has 0" in line and "bench quick runs here" in line and "--simulate" in line
     assert not list(tmp_path.iterdir())
 
@@ -237,20 +235,6 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     main(["bench", "stages", "--simulate", "--cluster", "titan-v-8", "--runs", str(runs)])
     (folder,) = runs.iterdir()
     return folder
-
-
-def test_simulated_stages_show_every_published_figure(simulated: Path) -> None:
-    text = (simulated / "report.md").read_text()
-    for model in ("vgg16", "alexnet", "resnet50"):
-        assert f"## {model}: predicted and published" in text
-    runs = [run for run in published_runs() if run.cluster in ("titan-v-8", "titan-v-16") and run.precision == "fp32"]
-    rows = [line for line in text.splitlines() if line.startswith(("| OneFlow", "| PipeDream"))]
-    assert len(rows) == len(runs) == 17
-    for run in runs:
-        for epoch in run.epoch_seconds:
-            assert any(run.system in row and f"{epoch:,.1f}" in row for row in rows), str(run)
-        for memory in run.memory_mib:
-            assert any(run.system in row and f"{memory:,.0f}" in row for row in rows), str(run)
 
 
 def test_predicted_rows_name_their_cluster(simulated: Path) -> None:

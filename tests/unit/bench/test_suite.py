@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.calibration.published import published_runs
 from stagewright.bench.suite import SuiteOptions, configurations_of, read_suite, shipped_names
 from stagewright.cluster.topology import Cluster, Machine
-from stagewright.planning.published import published_runs
-from tests.unit.cli.test_bench import fails
+from tests.commands import fails
 
 HEAD = 'title = "t"\n[[group]]\nname = "g"\n'
 
@@ -87,6 +87,6 @@ def test_a_bad_suite_is_reported_in_one_line(
 ) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(content)
-    line = fails(capsys, str(path), "--runs", str(tmp_path / "runs"))
+    line = fails(capsys, "bench", str(path), "--runs", str(tmp_path / "runs"))
     assert all(word in line for word in words), line
     assert not (tmp_path / "runs").exists()

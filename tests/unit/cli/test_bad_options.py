@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 
 import pytest
 
-from stagewright.bench.learning import study
 from stagewright.cli import bench, machine, runs
 from stagewright.cli import train as train_command
 from stagewright.cli.main import main
@@ -111,11 +110,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "data index": ("data index folder:{images}",),
     "data convert": ("data convert folder:{images} tar:{new}",),
     "data bench": ("data bench --images 16 --repeats 1",),
-    "bench": (
-        "bench quick --runs {dir}/runs",
-        "bench overhead --runs {dir}/runs",
-        "bench learning --data synthetic --runs {dir}/runs",
-    ),
+    "bench": ("bench quick --runs {dir}/runs",),
     "compare": ("compare {run} {run}",),
     "value": ("value vgg-small --cluster rtx-4090-1 --cluster rtx-3090-2 --devices 1 --batch 8",),
     "cluster list": ("cluster list",),
@@ -159,9 +154,7 @@ STARTERS: tuple[tuple[Any, str], ...] = (
     *((train, name) for name in ("launch", "Emulation")),
     (measure, "time_units"),
     (profile, "background_load"),
-    *((bench, name) for name in ("run_cases",)),
     (bench.data, "measure"),
-    (study, "train_runs"),
     (runs.PageServer, "serve_forever"),
     (check, "try_measuring"),
     (machine, "run_checks"),

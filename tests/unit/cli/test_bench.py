@@ -2,85 +2,52 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 
 import pytest
 
-from stagewright.cli.bench import Request, run_bench
+from stagewright.cli import bench
 from stagewright.cli.main import main
-from stagewright.errors import UserError
-
-
-def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(["bench", *arguments])
-    error = capsys.readouterr().err
-    assert caught.value.code == 2 and error.count("\n") == 1 and "Traceback" not in error
-    return error
+from tests.commands import fails
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["stagse"], ["unknown suite 'stagse'", "did you mean 'stages'?"]),
+        (["zzz"], ["unknown suite 'zzz'", "known: homelab, quick"]),
         (["/no/such.toml"], ["/no/such.toml", "No such file"]),
         (["quick", "--only", "nothing"], ["matches none of 2", "small VGG, dp, synthetic"]),
-        (["overhead", "--only", "nothing"], ["matches none of 1 cases"]),
         (["quick", "--cluster", "titan-v-8"], ["--simulate as well"]),
         (["quick", "--simulate", "--cluster", "titan"], ["unknown cluster 'titan'", "titan-v-8"]),
         (["quick", "--set", "plan.bath=3"], ["plan.bath"]),
-        (["published", "--only", "vgg16"], ["does not use --only", "takes --rows, --given"]),
-        (["data", "--steps", "3"], ["does not use --steps", "takes --repeats"]),
-        (["overhead", "--set", "plan.batch=3"], ["does not use --set", "--repeats, --steps, --only"]),
-        (["monitor", "--cluster", "titan-v-8"], ["does not use --cluster", "takes none"]),
-        (["quick", "--seeds", "2"], ["does not use --seeds"]),
-        (["peers", "--repeats", "0"], ["--repeats is 0; give at least 1"]),
-        (["peers", "--steps", "-1"], ["--steps is -1; give at least 0"]),
+        (["quick", "--repeats", "0"], ["--repeats is 0; give at least 1"]),
+        (["quick", "--steps", "-1"], ["--steps is -1; give at least 0"]),
         (["quick", "--set", "data.jitter=0.4"], ["--jitter 0.4 changes nothing with --data synthetic"]),
-        (["learning", "--repeats", "2", "--data", "synthetic"], ["does not use --repeats"]),
     ],
     ids=" ".join,
 )
 def test_bad_options_are_reported_in_one_line(
     arguments: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = fails(capsys, *arguments, "--runs", str(tmp_path / "runs"))
+    line = fails(capsys, "bench", *arguments, "--runs", str(tmp_path / "runs"))
     assert all(word in line for word in words), line
     assert not list(tmp_path.glob("runs/*")), "a bench that never began leaves no folder"
 
 
-def test_an_unknown_suite_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"unknown suite 'zzz'.*; known: homelab, quick"):
-        run_bench(Request("zzz"))
+@pytest.mark.parametrize("name", ["peers", "overhead", "published", "learning", "models"])
+def test_a_benchmark_of_ours_is_named_whatever_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for options in ([], ["--rows", "x.toml"], ["--quick"]):
+        assert f"run python -m benchmarks {name} in a checkout" in fails(capsys, "bench", name, *options)
+    assert f"python -m benchmarks {name}" in fails(capsys, "bench", "--steps", "3", name)
 
 
-def test_a_request_becomes_a_shell_command() -> None:
-    request = Request(
-        "learning",
-        data="tar:/data/a b/*.tar",
-        overrides=({"run": {"device": "cuda"}},),
-        only="lag 1",
-        seeds=2,
-        target=91.5,
-        reuse=("runs/x",),
-        real=True,
-    )
-    asked = ["--only", "lag 1", "--data", "tar:/data/a b/*.tar", "--set", 'run.device="cuda"', "--seeds", "2"]
-    more = ["--target", "91.5", "--reuse", "runs/x", "--real"]
-    assert shlex.split(request.command) == ["stagewright", "bench", "learning", *asked, *more]
-
-
-def test_models_are_tried_and_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["bench", "models", "--only", "torch_stacked_gru", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    (tried,) = found["models"]
-    assert tried["stages"] == 4 and tried["way"] == "graph" and not tried["refused"]
-    assert max(tried["sync"], tried["stale"]) < 1e-9
-    assert "torch" in found["versions"]
-
-
-def test_an_unknown_model_is_named_with_the_nearest() -> None:
-    with pytest.raises(UserError, match="torch_stacked_gru"):
-        run_bench(Request("models", only="torch_stacked_grv"))
+def test_a_request_becomes_a_shell_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(bench, "measure_and_show", lambda name, measure, command, **_: taken.append(command))
+    words = ["bench", "quick", "--only", "lag 1", "--data", "tar:/data/a b/*.tar", "--set", 'run.device="cuda"']
+    with pytest.raises(TypeError):  # there is no outcome
+        main([*words, "--repeats", "2", "--simulate", "--runs", str(tmp_path)])
+    expected = ["quick", "--repeats", "2", *words[2:], "--simulate"]
+    assert shlex.split(taken[0]) == ["stagewright", "bench", *expected]

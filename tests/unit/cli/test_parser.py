@@ -125,8 +125,6 @@ def test_near_names_are_suggested(words: list[str], meant: str, capsys: pytest.C
         (["data", "convert", "a", "tar:b", "--per-part", "0"], "--per-part is 0; give at least 1"),
         (["data", "bench", "--images", "8"], "--images is 8; give at least 16"),
         (["bench", "quick", "--repeats", "9" * 10], "give at least 1 and at most 1000"),
-        (["bench", "learning", "--seeds", "9" * 10], "give at least 1 and at most 1000"),
-        (["bench", "learning", "--jobs", "9" * 10], "give at least 1 and at most 1024"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -144,8 +144,6 @@ _COMMANDS = [
     ("watch", {"--json": True, "--serve": 0}, "--json changes nothing with --serve 0"),
     ("cluster import", {"--here": True, "--topo": "a"}, "--here can't be used with --topo a"),
     ("cluster import", {"--here": True, "--smi": "a"}, "--here can't be used with --smi a"),
-    ("bench", {"--reuse": ["a"], "--real": True}, "--reuse a can't be used with --real"),
-    ("bench", {"--jobs": 2, "--real": True}, "--jobs 2 changes nothing with --real"),
 ]
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.bench.models.plain import Cut, Outcome, Task, difference, train
-from stagewright.bench.models.run import cut_for, run
+from benchmarks.models.plain import Cut, Outcome, Task, difference, train
+from benchmarks.models.run import cut_for, run
 from stagewright.errors import RunFailed, UserError
 from stagewright.model.cut import Chain, Way
 from stagewright.model.load import build_model

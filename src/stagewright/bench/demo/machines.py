@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagewright.bench.peers.launch import HERE, Where
+from stagewright.bench.demo.ranks import HERE, Where
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.topology import Link
 from stagewright.runtime.comm.transport import ADDRESS

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from stagewright.bench.demo.digits import CLASSES, SIDE, draw_digits
 from stagewright.bench.demo.machines import Machines, bytes_passed, two_machines
-from stagewright.bench.peers.cases import Kind, Side
-from stagewright.bench.peers.launch import Ranks, Segment
+from stagewright.bench.demo.ranks import Ranks, Segment
 from stagewright.bench.statistics import Interval, median_interval, paired_ratio
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import format_placement
@@ -52,9 +51,20 @@ _SCRATCH = "stagewright-demo-"  # then the number of the process
 _RANKS = 2
 _TRAINING = 3072
 _PROFILED = (8, 32)  # samples of a microbatch; the last is what DDP runs at once
-_STAGES, _DDP = Side("stages", Kind.STAGEWRIGHT, ""), Side("DDP", Kind.DDP, "dp")
 _CLEAR = 1.1  # predicted ratio from which stages without lag are worth showing
 LINKS, BATCHES = ("net-1g", "net-10g", "net-25g"), (64, 256)  # of the table that says where stages stop winning
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One way to train the model, by a class of `sides`."""
+
+    name: str
+    runner: str
+
+
+_STAGES = Side("stages", "stagewright.bench.demo.sides:Stagewright")
+_DDP = Side("DDP", "stagewright.bench.demo.sides:Ddp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +258,7 @@ def _train(
         sides = {}
         for side, one in predictions.items():
             job = _save_job(side, one.plan, machines, length.total, folder)
-            sides[side] = stack.enter_context(Ranks(side, job, folder / side.name, _RANKS, machines.places))
+            sides[side] = stack.enter_context(Ranks(side, job, folder / side.name, machines.places))
         for ranks in sides.values():
             ranks.wait_ready()
             ranks.train(length.warm)

@@ -105,20 +105,9 @@ _OWN = (
     ),
     _text("--only", "TEXT", "only configurations or cases whose name contains this"),
     _switch("--loopback", "two processes of this machine, without network namespaces"),
-    _switch("--quick", "only a dozen models, one of each kind"),
     _switch("--simulate", "predict what does not fit on this machine"),
-    _text("--rows", "FILE.toml", "bench published: predict the measured rows of this file"),
-    _text("--given", "FILE.toml", "with --rows: rows that calibrate how fast each host copies"),
-    _text("--row", "FILE.toml", "append what was measured as rows that bench published --rows reads"),
+    _text("--row", "FILE.toml", "append what was measured as rows, to send"),
     _switch("--anonymise", "leave out host names, user names, paths and addresses"),
-    _text("--study", "STUDY", "learning, text, or your own FILE.toml (default: learning)"),
-    _number("--seeds", "runs per mode (default: 3)", most=MOST_RUNS),
-    _number("--jobs", "runs at a time (default: by the number of cores)", most=1024),
-    _number(
-        "--target", "top-1 to reach (default: 1 below that of sync)", metavar="PERCENT", kind=float, above=0, most=100
-    ),
-    _switch("--real", "run ranks as processes, not emulated; also report time"),
-    _text("--reuse", "FOLDER", "reuse the runs of an earlier study that have equal settings"),
 )
 OPTIONS = {option.flag: option for option in (*options(), *_OWN)}
 

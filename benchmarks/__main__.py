@@ -1,0 +1,245 @@
+"""`python -m benchmarks NAME [options]`: measure, and leave a folder with reports, as `stagewright bench` does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks.calibration import report
+from benchmarks.learning.pages import describe_study, show_study
+from benchmarks.learning.study import run_study
+from benchmarks.learning.trials import StudyOptions
+from benchmarks.micro import checkpoint, data, engine, growth, monitor, own, planner, startup
+from benchmarks.models.run import select, try_models
+from benchmarks.models.table import as_json, show_tries
+from benchmarks.peers import shared
+from benchmarks.peers.cases import SUITES, only_cases
+from benchmarks.peers.run import run_cases
+from stagewright.bench.pages import Keep, measure_and_show, require_none_failed
+from stagewright.bench.result import Outcome
+from stagewright.bench.suite import REPEATS
+from stagewright.cli.command.command import one_line
+from stagewright.cluster.catalog import open_cluster
+from stagewright.config.toml import parse_assignment
+from stagewright.errors import RunFailed, UserError
+from stagewright.report.live.progress import ProgressLine
+from stagewright.report.live.terminal import open_console
+
+Given = argparse.Namespace
+Progress = ProgressLine
+_OPTIONS: Mapping[str, dict[str, Any]] = {
+    "--repeats": {"type": int, "help": "repeats of each side"},
+    "--steps": {"type": int, "default": 0, "help": "batches per repeat"},
+    "--only": {"help": "only cases whose name contains this"},
+    "--quick": {"action": "store_true", "help": "only a dozen models, one of each kind"},
+    "--images": {"type": int, "help": "images per repeat"},
+    "--threads": {"type": int, "help": "most loader threads, and processes"},
+    "--simulate": {"action": "store_true", "help": "predict, and measure nothing"},
+    "--rows": {"metavar": "FILE.toml", "help": "predict the measured rows of this file"},
+    "--given": {"metavar": "FILE.toml", "help": "with --rows: rows that calibrate how fast each host copies"},
+    "--data": {"help": "training data"},
+    "--val": {"help": "data to evaluate on"},
+    "--set": {"action": "append", "default": [], "help": "an option of every run: run.seed=3"},
+    "--cluster": {"help": "predict times for this cluster"},
+    "--study": {"help": "learning, text, or your own FILE.toml"},
+    "--seeds": {"type": int, "default": 3, "help": "runs per mode"},
+    "--jobs": {"type": int, "help": "runs at a time"},
+    "--target": {"type": float, "help": "top-1 to reach, in percent"},
+    "--real": {"action": "store_true", "help": "run ranks as processes, not emulated; also report time"},
+    "--reuse": {"action": "append", "default": [], "metavar": "FOLDER", "help": "reuse what an earlier one measured"},
+}
+_LEAST = {"repeats": 1, "steps": 0, "images": 16, "threads": 1, "seeds": 1, "jobs": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """What is measured, and the options that it takes beside --runs, --anonymise and --json."""
+
+    help: str
+    measure: Callable[[Given, Path, Keep, Progress], Outcome]
+    options: str = ""
+
+
+def _peers(name: str) -> Benchmark:
+    suite = SUITES[name]
+
+    def measure(given: Given, runs: Path, keep: Keep, progress: Progress) -> Outcome:
+        return run_cases(only_cases(suite, given.only), given.repeats or REPEATS, given.steps, progress, keep)
+
+    return Benchmark(suite.title, measure, "--repeats --steps --only")
+
+
+def _part(text: str, measure: Callable[[Progress], Outcome]) -> Benchmark:
+    return Benchmark(text, lambda given, runs, keep, progress: measure(progress))
+
+
+BENCHMARKS = {
+    **{name: _peers(name) for name in SUITES},
+    "shared": Benchmark(
+        "plans of the planner on ranks that share one GPU, predicted before they are measured, against DDP",
+        lambda given, runs, keep, progress: shared.measure(
+            given.repeats or REPEATS,
+            runs.parent,
+            progress,
+            keep,
+            reuse=given.reuse,
+            simulate=given.simulate,
+            only=given.only,
+        ),
+        "--repeats --reuse --simulate --only",
+    ),
+    "data": Benchmark(
+        "decoding and cropping against Pillow, simplejpeg, torchvision and DALI; loaders by threads and processes",
+        lambda given, runs, keep, progress: data.measure(given.repeats, given.images, given.threads),
+        "--repeats --images --threads",
+    ),
+    "calibrate": Benchmark(
+        "fit the planner's constants, and write them as calibration.toml",
+        lambda given, runs, keep, progress: report.measure(runs.parent, progress),
+    ),
+    "planner": _part("how long the search and the simulator take", planner.measure),
+    "own": _part("predicted beside measured, on this machine", own.measure),
+    "engine": _part("a loop of your own beside stagewright train", engine.measure),
+    "growth": _part("memory and messages of ranks as microbatches, stages and ranks are doubled", growth.measure),
+    "startup": _part("the seconds of a short train command by part", startup.measure),
+    "checkpoint": _part("how long a checkpoint pauses training, beside a plain copy of the state", checkpoint.measure),
+    "monitor": _part("what the monitor costs, with and without it in turns", monitor.measure),
+}
+
+
+def _published(given: Given, command: str) -> None:
+    """Predict the rows of a file, or the runs that others published."""
+    if given.rows is None:
+        if given.given is not None:
+            raise UserError(f"--given {given.given} needs --rows FILE.toml as well")
+        runs = Benchmark("", lambda given, runs, keep, progress: report.published_outcome())
+        _measure("published", runs, given, command)
+        return
+    rows, skipped = report.predict_file(given.rows, given.given)
+    if given.json:
+        print(json.dumps(report.as_json(rows, skipped)))
+    else:
+        report.show_rows(open_console(), rows, skipped)
+
+
+def _require_used(given: Given) -> None:
+    """Reject options of a study that exclude each other."""
+    if given.reuse and given.real:
+        raise UserError(f"--reuse {' '.join(given.reuse)} can't be used with --real; leave one out")
+    if given.jobs not in (None, 1) and given.real:
+        raise UserError(f"--jobs {given.jobs} changes nothing with --real, which runs one at a time; leave it out")
+
+
+def _learning(given: Given, command: str) -> None:
+    """Compare how accurate the trials of a study become."""
+    _require_used(given)
+    options = StudyOptions(
+        given.study,
+        given.data,
+        given.val,
+        given.seeds,
+        given.jobs,
+        given.target,
+        given.cluster,
+        given.real,
+        given.only,
+        [parse_assignment(text) for text in given.set],
+        given.reuse,
+    )
+    with ProgressLine("learning", patience=0) as progress:
+        study, folder = run_study(options, given.runs, command, anonymise=given.anonymise, progress=progress)
+    if given.json:
+        print(json.dumps(describe_study(study) | {"folder": str(folder)}))
+    else:
+        show_study(open_console(), study, folder)
+
+
+def _models(given: Given, command: str) -> None:
+    """Cut, prove and train models of libraries, and compare with plain PyTorch."""
+    entries = select(given.only, quick=given.quick)
+    with ProgressLine("models", patience=0) as progress:
+        tries = try_models(entries, progress)
+    if given.json:
+        print(json.dumps(as_json(tries)))
+    else:
+        show_tries(open_console(), tries)
+    if wrong := [tried for tried in tries.models if tried.largest is not None and not tried.is_equal]:
+        raise UserError(
+            f"{len(wrong)} of {len(tries.models)} models differ from plain PyTorch, first {wrong[0].name} "
+            f"by {wrong[0].largest:.0e}; cut them elsewhere, and report it"
+        )
+
+
+OTHERS: Mapping[str, tuple[str, Callable[[Given, str], None], str]] = {
+    "published": ("rates that others published, predicted", _published, "--rows --given"),
+    "learning": (
+        "accuracy at each lag, over several seeds",
+        _learning,
+        "--only --data --set --cluster --val --study --seeds --jobs --target --real --reuse",
+    ),
+    "models": ("models of libraries, cut in four and trained beside plain PyTorch", _models, "--only --quick"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a benchmark; an error that can be corrected is one line and exit code 2."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    given = make_parser().parse_args(words)
+    command = shlex.join(["python", "-m", "benchmarks", *(word for word in words if word != "--json")])
+    try:
+        for name, least in _LEAST.items():
+            if (value := getattr(given, name, None)) is not None and value < least:
+                raise UserError(f"--{name} is {value}; give at least {least}")
+        if getattr(given, "cluster", None) is not None:
+            open_cluster(given.cluster)  # report its errors before anything else
+        if given.name in OTHERS:
+            OTHERS[given.name][1](given, command)
+        else:
+            _measure(given.name, BENCHMARKS[given.name], given, command)
+    except (UserError, RunFailed) as error:
+        _fail(str(error))
+    except KeyboardInterrupt as error:
+        _fail(f"interrupted {error}".strip())
+
+
+def _fail(message: str) -> NoReturn:
+    sys.stderr.write(f"benchmarks: {one_line(message)}\n")
+    sys.exit(2)
+
+
+def _measure(name: str, benchmark: Benchmark, given: Given, command: str) -> None:
+    outcome, folder = measure_and_show(
+        name,
+        lambda runs, keep, progress: benchmark.measure(given, runs, keep, progress),
+        command,
+        runs=given.runs,
+        anonymise=given.anonymise,
+        as_json=given.json,
+    )
+    require_none_failed(outcome, folder)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """A command for each benchmark, with its own options and those that all take."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    about = {name: (one.help, one.options) for name, one in BENCHMARKS.items()}
+    about |= {name: (text, options) for name, (text, _, options) in OTHERS.items()}
+    for name, (text, options) in about.items():
+        command = commands.add_parser(name, help=text, description=text)
+        for flag in options.split():
+            command.add_argument(flag, **_OPTIONS[flag])
+        command.add_argument("--runs", default="runs", help="folder in which the results get one of their own")
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+        command.add_argument("--anonymise", action="store_true", help="leave out host names, paths and addresses")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""`calibrate` and `published`: fit the catalog's free figures, and how far predictions of held-back rows are off.
+
+With `--rows FILE` it predicts the rows of a file by the shipped calibration instead.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.calibration.calibrate import (
+    Fit,
+    Pair,
+    PredictedRow,
+    Split,
+    all_splits,
+    calibration_text,
+    class_errors,
+    coverage,
+    fit,
+    observations,
+    predict_rows,
+    staged_pairs,
+    with_hosts,
+)
+from benchmarks.calibration.published import PublishedRun, predict_run, published_runs
+from benchmarks.calibration.reading import Reading, Unknown, read_row
+from benchmarks.calibration.rows import read_rows
+from stagewright.bench.result import Outcome, PublishedRow, new_outcome
+from stagewright.cluster.catalog import shipped
+from stagewright.cluster.specs import Catalog
+from stagewright.files import write_text
+from stagewright.hardware.rows import Row
+from stagewright.metrics import MIB
+from stagewright.report.live.terminal import plain_table, say
+
+FILE = "calibration.toml"
+
+
+def measure(folder: Path, progress: Callable[[str], None]) -> Outcome:
+    """Fit everything, evaluate every split, and write the calibration into the folder."""
+    observed = observations()
+    whole = fit(observed, progress)
+    splits = all_splits(progress)
+    write_text(folder / FILE, calibration_text(whole, class_errors(splits), observed))
+    return make_outcome(whole, splits, staged_pairs(progress))
+
+
+def make_outcome(whole: Fit, splits: Sequence[Split], pairs: Sequence[Pair]) -> Outcome:
+    """The published runs, and the errors and decisions on rows that a fit has not seen."""
+    figures: dict[str, float] = {}
+    for split in splits:
+        figures[f"split {split.seed}: median error of PyTorch rows, %"] = 100 * split.median("pytorch")
+        figures[f"split {split.seed}: median error of all {len(split.counted)} rows, %"] = 100 * split.median()
+        figures[f"split {split.seed}: worst error of one card or NVLink, %"] = 100 * split.worst_direct
+        if split.given:
+            figures[f"split {split.seed}: worst error on a host told by one row, %"] = 100 * split.worst_given
+    right, count = (sum(column) for column in zip(*(split.orders() for split in splits), strict=True))
+    figures[f"orders of {count} pairs that are right, %"] = 100 * right / count
+    inside, rows = coverage(splits)
+    figures[f"rows of {rows} within their 90 % interval, %"] = 100 * inside / rows
+    for pair in pairs:
+        figures[f"{pair.name}: predicted over data parallel (measured {pair.measured:.2f})"] = pair.predicted
+    figures[f"signs of {len(pairs)} staged pairs that are right"] = sum(pair.is_right for pair in pairs)
+    return replace(published_outcome(whole.catalog), suite="calibrate", figures=figures)
+
+
+def published_outcome(catalog: Catalog | None = None) -> Outcome:
+    """The published runs beside their predictions, by the shipped calibration unless another catalog is given."""
+    found = (published_row(run, catalog or shipped()) for run in published_runs())
+    rows = tuple(sorted(found, key=lambda row: row.model))
+    return new_outcome("published", "Published runs, predicted", 1, published=rows)
+
+
+# --- Rows of a file ---------------------------------------------------------------------------------------------------
+
+
+def predict_file(path: str, given: str | None = None) -> tuple[list[PredictedRow], list[Unknown]]:
+    """The rows of a file with their predictions; the rows of another file tell the budgets of hosts."""
+    catalog = shipped()
+    rows = read_rows(path)
+    if given is not None:
+        read = [read_row(row, catalog) for row in read_rows(given)]
+        catalog = with_hosts(
+            catalog, [reading for reading in read if isinstance(reading, Reading) and reading.is_staged]
+        )
+    return predict_rows(rows, catalog, observations())
+
+
+def as_json(rows: Sequence[PredictedRow], skipped: Sequence[Unknown]) -> dict[str, Any]:
+    """The rows as `--json` has them."""
+    return {
+        "rows": [_described(row) for row in rows],
+        "skipped": [{**_about(unknown.row), "why": unknown.why} for unknown in skipped],
+    }
+
+
+def _about(row: Row) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in ("source", "software", "hardware", "model", "gpus")}
+
+
+def _described(row: PredictedRow) -> dict[str, Any]:
+    low, high = row.bounds(shipped().errors)
+    return {
+        **_about(row.row),
+        "predicted": row.predicted,
+        "measured": row.row.images_per_second,
+        "low": low,
+        "high": high,
+        "class": str(row.evidence),
+    }
+
+
+def show_rows(console: Console, rows: Sequence[PredictedRow], skipped: Sequence[Unknown]) -> None:
+    """Every row, then errors, coverage and orders by class of evidence, and what was skipped."""
+    columns = ("row", "measured", "predicted", "90 %", "off by", "class")
+    table = plain_table(*columns, left=("row", "class"), no_wrap=set(columns) - {"row"})
+    for row in rows:
+        low, high = row.bounds(shipped().errors)
+        table.add_row(
+            f"{row.row.gpus} x {row.row.hardware}, {row.row.model} {row.row.precision} {row.row.batch_per_gpu}, "
+            f"{row.row.software[:24]}",
+            f"{row.row.images_per_second:,.0f}",
+            f"{row.predicted:,.0f}",
+            f"{low:,.0f}-{high:,.0f}",
+            f"{row.error:+.1%}",
+            str(row.evidence),
+        )
+    console.print(table)
+    classes = defaultdict(list)
+    for row in rows:
+        classes[str(row.evidence)].append(row)
+    for name, found in {**classes, "all": list(rows)}.items():
+        split = Split(0, 0, tuple(found), frozenset(), frozenset(), ())
+        inside = sum(row.is_covered(shipped().errors) for row in found)
+        right, pairs = split.orders()
+        say(
+            console,
+            f"{name}: {len(found)} rows, median error {split.median():.1%}, "
+            f"worst {max((abs(row.error) for row in found), default=0.0):.1%}, {inside} within their interval, "
+            f"{right} of {pairs} pairs of one model in the measured order",
+        )
+    for unknown in skipped:
+        say(console, f"skipped: {unknown.row.gpus} x {unknown.row.hardware}, {unknown.row.model}: {unknown.why}")
+
+
+def published_row(run: PublishedRun, catalog: Catalog) -> PublishedRow:
+    """A published run beside its prediction."""
+    prediction = predict_run(run, catalog)
+    memory = (prediction.memory[0].total / MIB, prediction.memory[-1].total / MIB)[: len(prediction.plan.stages)]
+    return PublishedRow(
+        system=run.system,
+        model=run.model,
+        cluster=f"{run.cluster} x{run.devices}" if run.devices else run.cluster,
+        mode=f"{run.mode}, {run.scheduling}" if run.scheduling else run.mode,
+        data="real" if run.data == "imagenet" else run.data,
+        precision=run.precision,
+        batch=f"{run.global_batch}" if run.global_batch else f"{run.microbatch} each",
+        predicted=prediction.images_per_second,
+        published=run.rate,
+        memory=memory,
+        published_memory=tuple(run.memory_mib),
+        epochs=tuple(run.epoch_seconds),
+    )

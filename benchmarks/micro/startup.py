@@ -1,0 +1,62 @@
+"""`bench startup`: the seconds of a short `stagewright train` by part, beside importing torch alone.
+
+    command ── loading and preparing ──► what will run ──► first step ── steps ──► done ──► prompt
+
+It trains on the GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks.timed_command import Printed, ended, run_command
+from stagewright.bench.result import Outcome, measured_row, new_outcome
+from stagewright.errors import RunFailed
+
+REPEATS = 5
+STEPS = 12
+OPTIONS = f"--model resnet18 --image 32 --batch 64 --placement 0:0 --steps {STEPS}"
+_LINES = (re.compile(r", mode \w+: stage 0"), re.compile(rf"\bstep +1/{STEPS}\b"), re.compile(r"^done: "))
+PARTS = (
+    "loading and preparing, to the line that says what will run",
+    "the rank, to its first step",
+    f"the other {STEPS - 1} steps",
+    'from "done" to the prompt',
+)
+_IN_ALL, _TORCH = "in all", "import torch alone"
+
+
+def measure(progress: Callable[[str], None]) -> Outcome:
+    """Train and import torch in turns, each time in a fresh process."""
+    found: dict[str, list[float]] = {name: [] for name in (*PARTS, _IN_ALL, _TORCH)}
+    with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
+        command = [sys.executable, "-m", "stagewright", "train", *OPTIONS.split(), "--runs", str(Path(folder, "runs"))]
+        for number in range(REPEATS):
+            progress(f"repeat {number + 1} of {REPEATS}")
+            for name, seconds in split(command, run_command(command, {})).items():
+                found[name].append(seconds)
+            found[_TORCH].append(run_command([sys.executable, "-c", "import torch"], {}).seconds)
+    return make_outcome(found)
+
+
+def split(command: Sequence[str], printed: Printed) -> dict[str, float]:
+    """The seconds of each part, and in all."""
+    moments = [printed.when(pattern) for pattern in _LINES]
+    known = [moment for moment in moments if moment is not None]
+    if len(known) < len(moments):
+        raise RunFailed(ended(command, 0, printed.last))
+    edges = [0.0, *known, printed.seconds]
+    parts = [end - begin for begin, end in pairwise(edges)]
+    return dict(zip(PARTS, parts, strict=True)) | {_IN_ALL: printed.seconds}
+
+
+def make_outcome(found: Mapping[str, Sequence[float]]) -> Outcome:
+    """A row for every part."""
+    group = f"stagewright train {OPTIONS}"
+    rows = tuple(measured_row(group, name, seconds) for name, seconds in found.items())
+    return new_outcome("startup", "A short training command by part", REPEATS, STEPS, unit="seconds", rows=rows)

@@ -1,0 +1,210 @@
+"""Every model by which cutting is tried, each in a variant small enough for a CPU.
+
+A name here is a factory for `--model benchmarks.models.catalog:NAME` as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from benchmarks.models import configured, images, own
+from benchmarks.models.configured import CLASSES
+from benchmarks.models.objectives import OBJECTIVES
+from benchmarks.models.plain import Objective, classified
+from stagewright.model.libraries import is_installed
+
+_COMPARED = frozenset(
+    [
+        "torchvision_resnet18",
+        "torchvision_densenet",
+        "torchvision_vit",
+        "torchvision_swin",
+        "timm_test_efficientnet",
+        "torch_transformer_encoder",
+        "torch_unet",
+        "torch_vq",
+        "transformers_bert",
+        "transformers_gpt2",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One model: the library it comes from, how it is made, the samples it takes, and its loss."""
+
+    name: str
+    family: str
+    library: str  # empty: torch alone
+    factory: Callable[..., nn.Module]
+    sample: tuple[int, ...] = ()  # the shape of its only input
+    tokens: int = 0  # samples are whole numbers below this one; 0: they are real numbers
+    is_quick: bool = False  # one of the dozen that every test run tries
+    samples: configured.Samples | None = None  # makes samples of several fields
+    inputs: str = ""  # which of them the model takes, as --inputs says it
+    loss: str = "auto"
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether torch.distributed.pipelining is tried on it as well."""
+        return self.name in _COMPARED
+
+    @property
+    def is_installed(self) -> bool:
+        return is_installed(self.library)
+
+    @property
+    def takes(self) -> dict[str, str]:
+        """The field of each of forward's parameters that gets one; empty: the only input."""
+        pairs = [part.partition("=") for part in self.inputs.split(",") if part]
+        return {parameter: field or parameter for parameter, _, field in pairs}
+
+    @property
+    def objective(self) -> Objective:
+        """The loss in plain PyTorch."""
+        return OBJECTIVES[self.loss] if self.samples else classified
+
+    def fields(self, samples: int, generator: Generator) -> dict[str, Tensor]:
+        """Random samples: each field [samples, ...]."""
+        if self.samples is not None:
+            return self.samples(samples, generator)
+        shape = (samples, *self.sample)
+        if self.tokens:
+            inputs = torch.randint(1, self.tokens, shape, generator=generator)
+        else:
+            inputs = torch.randn(shape, generator=generator)
+        return {"images": inputs, "labels": torch.randint(CLASSES, (samples,), generator=generator)}
+
+
+def _torchvision(name: str, side: int = 32, *, is_quick: bool = False, **options: Any) -> Entry:
+    factory = partial(images.torchvision_model, name, options)
+    return Entry(f"torchvision_{name}", name, "torchvision", factory, (3, side, side), is_quick=is_quick)
+
+
+def _made(family: str, factory: Callable[..., nn.Module], side: int = 32, *, is_quick: bool = False) -> Entry:
+    return Entry(f"torchvision_{family}", family, "torchvision", factory, (3, side, side), is_quick=is_quick)
+
+
+def _timm(name: str, side: int = 64, *, is_quick: bool = False, **options: Any) -> Entry:
+    factory = partial(images.timm_model, name, options)
+    return Entry(f"timm_{name}", name, "timm", factory, (3, side, side), is_quick=is_quick)
+
+
+def _text(family: str, factory: Callable[..., nn.Module], *, is_quick: bool = False) -> Entry:
+    return Entry(f"torch_{family}", family, "", factory, (12,), tokens=configured.VOCABULARY, is_quick=is_quick)
+
+
+def _hugging_face(family: str) -> Entry:
+    """A model of transformers as it is."""
+    factory, samples, inputs, loss = configured.FAMILIES[family]
+    name, is_quick = f"transformers_{family}", family in _QUICK
+    return Entry(name, family, "transformers", factory, is_quick=is_quick, samples=samples, inputs=inputs, loss=loss)
+
+
+_VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
+_QUICK = ("bert", "gpt2", "vit")  # of transformers
+
+ENTRIES: tuple[Entry, ...] = (
+    _torchvision("resnet18", is_quick=True),
+    _made("resnext", images.resnext),
+    _made("densenet", images.densenet, is_quick=True),
+    _torchvision("googlenet", aux_logits=False, init_weights=False),
+    _torchvision("inception_v3", 75, aux_logits=False, init_weights=False),
+    _torchvision("mnasnet0_5", 64),
+    _torchvision("mobilenet_v2", 64, width_mult=0.25),
+    _torchvision("mobilenet_v3_small", width_mult=0.5),
+    _torchvision("shufflenet_v2_x0_5", 64, is_quick=True),
+    _torchvision("squeezenet1_1"),
+    _torchvision("efficientnet_b0", 64),
+    _torchvision("regnet_y_400mf", 64),
+    _made("convnext", images.convnext),
+    _made("vit", images.vision_transformer, is_quick=True),
+    _made("swin", partial(images.swin, 1), is_quick=True),
+    _made("swin_v2", partial(images.swin, 2)),
+    _made("maxvit", images.maxvit, 64),
+    Entry("torchvision_video_resnet", "video_resnet", "torchvision", images.video_resnet, (3, 4, 16, 16)),
+    Entry("timm_vgg", "vgg", "timm", images.vgg, (3, 32, 32)),
+    _timm("test_byobnet"),
+    _timm("test_convnext2"),
+    _timm("test_efficientnet", is_quick=True, drop_path_rate=0.1),
+    _timm("test_efficientnet_evos"),
+    _timm("test_mambaout"),
+    _timm("test_nfnet"),
+    _timm("test_resnet"),
+    _timm("test_vit3", 32, img_size=32, patch_size=8),
+    _timm("vit_tiny_patch16_224", 32, **_VIT, drop_path_rate=0.1),
+    _timm("beit_base_patch16_224", 32, is_quick=True, **_VIT),
+    _timm("deit_tiny_distilled_patch16_224", 32, **_VIT),
+    _timm("cait_xxs24_224", 32, **_VIT),
+    _timm("eva02_tiny_patch14_224", 32, **_VIT),
+    _timm("vit_relpos_base_patch16_224", 32, **_VIT),
+    _timm("convit_tiny", 32, **(_VIT | {"embed_dim": 16, "local_up_to_layer": 2})),
+    *(
+        Entry(f"timm_{name}", name, "timm", partial(images.mixer, block), (3, 32, 32))
+        for name, block in (("mixer", "MixerBlock"), ("resmlp", "ResBlock"), ("gmlp", "SpatialGatingBlock"))
+    ),
+    Entry("timm_convmixer", "convmixer", "timm", images.convmixer, (3, 32, 32)),
+    _timm(
+        "swin_tiny_patch4_window7_224", 32, img_size=32, window_size=4, embed_dim=24, depths=(2, 2), num_heads=(2, 4)
+    ),
+    _timm("swinv2_tiny_window8_256", 32, img_size=32, window_size=4, embed_dim=24, depths=(2, 2), num_heads=(2, 4)),
+    _timm("pvt_v2_b0", 32),
+    _timm("poolformer_s12", 32),
+    _timm("xcit_nano_12_p16_224", 32, **(_VIT | {"num_heads": 4})),
+    _timm("efficientvit_b0"),
+    _timm("edgenext_xx_small"),
+    _timm("fastvit_t8"),
+    _timm("mobilevit_xxs"),
+    _timm("mobilevitv2_050"),
+    _timm("inception_next_atto"),
+    _timm("repvit_m0_9"),
+    _timm("repghostnet_050"),
+    _timm("ghostnet_050"),
+    _timm("resnest14d"),
+    _timm("rexnet_100"),
+    _timm("skresnet18"),
+    _timm("hrnet_w18_small"),
+    _timm("dpn48b"),
+    _timm("dla34"),
+    _timm("regnetx_002"),
+    _timm("tiny_vit_5m_224"),
+    _timm("starnet_s1"),
+    _timm("fasternet_t0"),
+    _timm("mobilenetv4_conv_small_035"),
+    _timm("lambda_resnet26t"),
+    _timm("hgnetv2_b0"),
+    _timm(
+        "sequencer2d_s", 32, layers=(1, 1, 1, 1), embed_dims=(16, 32, 32, 32), hidden_sizes=(4, 8, 8, 8), img_size=32
+    ),
+    _text("transformer_encoder", own.TextTransformer, is_quick=True),
+    _text("lstm", partial(own.Recurrent, nn.LSTM)),
+    _text("gru", partial(own.Recurrent, nn.GRU)),
+    _text("stacked_lstm", partial(own.StackedRecurrent, nn.LSTM), is_quick=True),
+    _text("stacked_gru", partial(own.StackedRecurrent, nn.GRU)),
+    Entry("torch_unet", "unet", "", own.UNet, (3, 32, 32), is_quick=True),
+    Entry("torch_vq", "vq", "", own.VectorQuantized, (3, 32, 32), is_quick=True),
+    *map(_hugging_face, configured.FAMILIES),
+    Entry(
+        "peft_bert_lora",
+        "bert_lora",
+        "peft",
+        configured.adapted,
+        samples=configured.padded,
+        inputs="input_ids,attention_mask,labels",
+        loss="model",
+    ),
+)
+
+
+def __getattr__(name: str) -> Callable[..., nn.Module]:
+    """The factory of an entry, so that `--model` can name it."""
+    for entry in ENTRIES:
+        if entry.name == name:
+            return entry.factory
+    raise AttributeError(f"module '{__name__}' has no model '{name}'")

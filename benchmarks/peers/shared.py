@@ -1,0 +1,208 @@
+"""`bench shared`: eight ranks that share one GPU, predicted from a profile and then measured: stock DDP and a plan.
+
+A process of its own takes the profile of each model, with seven more beside it, under CUDA MPS as in the run; the plan
+is chosen from it, on the cluster `h200-shared-8` with the links and the host budget that the same profile measured. All
+predictions are in a file before anything trains. `--simulate` ends there; `--reuse FOLDER` measures the predictions
+of an earlier run.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.cases import IMAGES, Case, Execution, Kind, Pairing, PeerSuite, Side, Workload
+from benchmarks.peers.run import run_cases
+from stagewright.bench.machine import shared_gpu
+from stagewright.bench.result import Outcome, new_outcome
+from stagewright.bench.statistics import not_slower
+from stagewright.cluster.catalog import shipped
+from stagewright.cluster.placement import format_placement, parse_placement
+from stagewright.cluster.topology import Cluster, Level
+from stagewright.errors import UserError
+from stagewright.files import read_text, write_text
+from stagewright.model.zoo import ZOO
+from stagewright.plan.estimate import Setting
+from stagewright.plan.make import make_plan
+from stagewright.plan.plan import Mode, Plan
+from stagewright.planning.planner import choose
+from stagewright.planning.predict import predict
+from stagewright.planning.setting import make_setting, measured_link
+from stagewright.profile.profile import Profile, read_profile
+
+Progress = Callable[[str], None]
+CLUSTER = "h200-shared-8"
+RANKS = 8
+PRECISION = "bf16"
+BATCHES = {"vgg16": 224, "resnet152": 256, "vit_b_16": 256}
+PREDICTIONS = "predictions.json"
+_SAMPLES = "8,32"
+_PROFILE_SECONDS = 600.0
+_STEPS, _DDP_STEPS = 30, 6  # batches of a segment: enough that filling the pipeline does not count
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPrediction:
+    """What is predicted of one model: stock DDP, and the plan that is chosen."""
+
+    model: str
+    batch: int
+    parallel: float  # images per second
+    plan: Plan
+    chosen: float
+
+    def __str__(self) -> str:
+        shape = f"{self.plan.mode} {self.plan.shape}, {self.plan.microbatches} microbatches"
+        return f"{self.model}, batch {self.batch}: DDP {self.parallel:,.0f} images/s; {shape} {self.chosen:,.0f}"
+
+    def describe(self) -> dict[str, object]:
+        """The prediction as the file has it."""
+        rates = {"ddp": self.parallel, "chosen": self.chosen}
+        return {"model": self.model, "batch": self.batch, "images_per_second": rates, "plan": self.plan.describe()}
+
+
+def profiled_setting(profile: Profile) -> Setting:
+    """Eight ranks on one GPU, by a profile of eight processes at once."""
+    return make_setting(profile, shared_cluster(profile), PRECISION)
+
+
+def shared_cluster(profile: Profile) -> Cluster:
+    """Eight ranks on one GPU, with the links that a profile measured between them."""
+    cluster = shipped().cluster(CLUSTER)
+    (machine,) = cluster.machines
+    assert profile.ceilings is not None
+    level = Level(measured_link(profile), (tuple(range(RANKS)),))
+    ceilings = profile.ceilings
+    return replace(cluster, machines=(replace(machine, levels=(level,), host=ceilings.host, alone=ceilings.alone),))
+
+
+def take_profile(model: str, path: Path) -> None:
+    """Profile a model in a process of its own: a fault of CUDA in there ends that process alone."""
+    options = f"--device cuda --precision {PRECISION} --together {RANKS} --samples {_SAMPLES}".split()
+    command = [sys.executable, "-m", "stagewright", "profile", model, *options, "-o", str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROFILE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"the profile of {model} was not done within {_PROFILE_SECONDS:g} s") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["no message"]
+        raise UserError(f"the profile of {model} ended with code {done.returncode}: {said[-1]}")
+
+
+def predict_model(model: str, profile: Profile) -> ModelPrediction:
+    """Predict stock DDP, and choose a plan on all ranks.
+
+    One rank alone with the card would be as fast; the ranks stand for eight cards.
+    """
+    batch, setting, stock = BATCHES[model], profiled_setting(profile), profiled_setting(profile.over_gloo())
+    everywhere = make_plan((setting.cluster.devices,), batch=batch, microbatches=RANKS, mode=Mode.DP)
+    best = choose(setting, batch, whole=True).fastest
+    rate = best.prediction.images_per_second
+    return ModelPrediction(model, batch, predict(everywhere, stock).images_per_second, best.plan, rate)
+
+
+def make_case(predicted: ModelPrediction) -> Case:
+    """The comparison that measures a prediction."""
+    plan = predicted.plan
+    workload = Workload(
+        predicted.model,
+        format_placement(plan.placement),
+        predicted.batch,
+        plan.microbatches,
+        (3, 224, 224),
+        1000,
+        cut=",".join(plan.cuts) or None,
+        setting=Execution("cuda", PRECISION),
+        versions=",".join(str(stage.versions) for stage in plan.stages) if plan.mode is Mode.STALE else None,
+        depths=",".join(str(stage.depth) for stage in plan.stages),
+    )
+    ours = Side(f"{plan.mode} {plan.shape}, predicted {predicted.chosen:,.0f}", Kind.STAGEWRIGHT, str(plan.mode))
+    theirs = Side(
+        f"torch DDP, predicted {predicted.parallel:,.0f}", Kind.DDP, "dp", microbatches=RANKS, steps=_DDP_STEPS
+    )
+    return Case(workload, _STEPS, (Pairing(ours, theirs, not_slower()),))
+
+
+def measure(
+    repeats: int,
+    folder: Path,
+    progress: Progress,
+    keep: Callable[[Outcome], None],
+    *,
+    reuse: Sequence[str] = (),
+    simulate: bool = False,
+    only: str | None = None,
+) -> Outcome:
+    """Predict every model, or those whose name contains `only`, write the predictions, then measure them.
+
+    Profiles and predictions are in the folder.
+    """
+    if reuse:
+        known = models(only)
+        predicted = [one for one in read_predictions(Path(reuse[0]) / PREDICTIONS) if one.model in known]
+    else:
+        with shared_gpu(progress):
+            for model in models(only):
+                progress(f"profiling {model}")
+                take_profile(model, folder / f"{model}.json")
+        predicted = predict_models(folder, progress, only)
+    write_predictions(predicted, folder)
+    suite = PeerSuite(
+        "shared", "Eight ranks on one GPU, predicted and measured", IMAGES, tuple(map(make_case, predicted))
+    )
+    if simulate:
+        figures = {f"{one.model}: torch DDP, images/s": one.parallel for one in predicted}
+        figures |= {f"{one.model}: {one.plan.mode} {one.plan.shape}, images/s": one.chosen for one in predicted}
+        return new_outcome(suite.name, suite.title, 1, figures=figures)
+    return run_cases(suite, repeats, 0, progress, keep)
+
+
+def models(only: str | None = None) -> list[str]:
+    """The models to compare: all, or those whose name contains a text."""
+    found = [model for model in BATCHES if model in ZOO and (only is None or only.lower() in model)]
+    if not found:
+        raise UserError(f"--only '{only}' matches none of {len(BATCHES)} models: {', '.join(BATCHES)}")
+    return found
+
+
+def predict_models(folder: Path, progress: Progress, only: str | None = None) -> list[ModelPrediction]:
+    """The predictions by the profiles in a folder."""
+    found = []
+    for model in models(only):
+        found.append(predict_model(model, read_profile(folder / f"{model}.json")))
+        progress(f"predicted: {found[-1]}")
+    return found
+
+
+def write_predictions(predicted: Sequence[ModelPrediction], folder: Path) -> None:
+    write_text(folder / PREDICTIONS, json.dumps([one.describe() for one in predicted], indent=1))
+
+
+def read_predictions(path: Path) -> list[ModelPrediction]:
+    """The predictions that an earlier run wrote."""
+    try:
+        return [_read_one(entry) for entry in json.loads(read_text(path))]
+    except OSError as error:
+        raise UserError(f"--reuse {path.parent}: {path.name}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--reuse {path.parent}: {path.name} has no predictions of bench shared ({error})") from error
+
+
+def _read_one(entry: Any) -> ModelPrediction:
+    about, rates = entry["plan"], entry["images_per_second"]
+    mode = Mode(about["mode"])
+    plan = make_plan(
+        parse_placement(about["placement"]),
+        batch=about["batch"],
+        microbatches=about["microbatches"],
+        mode=mode,
+        versions=about["versions"] if mode is Mode.STALE else None,
+        depths=about["depths"],
+        cuts=about["cuts"],
+    )
+    return ModelPrediction(entry["model"], entry["batch"], rates["ddp"], plan, rates["chosen"])

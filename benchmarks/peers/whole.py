@@ -1,0 +1,195 @@
+"""Whole commands on one GPU: `stagewright train` as a user types it, beside a plain script, in turns.
+
+Each turn is a fresh process, with loader, metrics and monitor on our side; the script is `plain_loop`. In the first
+turn of each side the compiler's caches are empty. A `FilesPair` has the same command on both sides: once it trains from
+files of raw pixels, once on synthetic images.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.timed_command import ended, run_command
+from stagewright.bench.pictures import InMemory, make_jpegs
+from stagewright.bench.result import Outcome, Ratio, Row, measured_row, ratio_of
+from stagewright.bench.statistics import Goal, at_least, at_most
+from stagewright.data.convert import Shrink, convert
+from stagewright.data.datasets import Kind
+from stagewright.errors import RunFailed
+from stagewright.hardware.host import num_cores
+
+_FIRST = 10  # steps, after which a command has started
+_FIRST_LINE = re.compile(rf"\bstep +{_FIRST}/")
+_AS_FAST, _WITHIN = 0.99, 0.01  # a ratio of speeds, and the half-width of its interval
+_FROM_FILES = 0.97
+_IMAGES, _PER_PART, _SIDE = 2048, 512, 256  # of the files: half a gigabyte, which the page cache holds
+_SLOWER_START = 1.2
+_STEPS, _BATCH = 110, 128  # of a command, and the batch below which it takes more
+_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+@dataclass(frozen=True, slots=True)
+class CommandPair:
+    """One model at one batch, compiled, on one GPU."""
+
+    model: str
+    batch: int
+    precision: str
+    mode: str = "default"  # of the script's torch.compile
+
+    def __str__(self) -> str:
+        by = "" if self.mode == "default" else f" (script: {self.mode})"
+        return f"{self.model} on one GPU, whole commands, batch {self.batch:,}, {self.precision}, compiled{by}"
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of our side and the other one."""
+        return "stagewright train", "plain script"
+
+    @property
+    def goal(self) -> Goal:
+        """Of our speed over the other side's."""
+        return at_least(_AS_FAST, within=_WITHIN)
+
+    @property
+    def steps(self) -> int:
+        """Of each command."""
+        return _STEPS * max(1, _BATCH // self.batch)
+
+    @property
+    def compares_starts(self) -> bool:
+        """Whether the seconds to the first steps count as well."""
+        return True
+
+    def prepare(self, folder: Path) -> None:
+        """Make what the commands need."""
+
+    def ours(self, steps: int, folder: Path) -> list[str]:
+        """The command that a user types; its files are below the folder."""
+        return self._command(f"--data synthetic --samples {self.batch * steps}", steps, folder)
+
+    def theirs(self, steps: int, folder: Path) -> list[str]:
+        """The plain script."""
+        given = (self.model, str(self.batch), self.precision, str(steps), self.mode)
+        return [sys.executable, "-m", "benchmarks.peers.plain_loop", *given]
+
+    def _command(self, data: str, steps: int, folder: Path) -> list[str]:
+        options = f"--model {self.model} --batch {self.batch} --precision {self.precision} --compile --placement 0:0"
+        words = [*options.split(), *data.split(), "--steps", str(steps), "--runs", str(folder / "runs")]
+        return [sys.executable, "-m", "stagewright", "train", *words]
+
+
+@dataclass(frozen=True, slots=True)
+class FilesPair(CommandPair):
+    """A model trained from files of raw pixels, as `data convert --side 256 --raw` makes them, and synthetically."""
+
+    images: int = _IMAGES
+
+    def __str__(self) -> str:
+        return f"{self.model} on one GPU from files of raw pixels, batch {self.batch:,}, {self.precision}, compiled"
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return "stagewright train, from files", "stagewright train, synthetic"
+
+    @property
+    def goal(self) -> Goal:
+        return at_least(_FROM_FILES)
+
+    @property
+    def compares_starts(self) -> bool:
+        return False
+
+    def prepare(self, folder: Path) -> None:
+        shrink = Shrink(_SIDE, is_raw=True, threads=num_cores())
+        convert(InMemory(make_jpegs(), self.images), Kind.OFRECORD, folder / "images", _PER_PART, shrink=shrink)
+
+    def ours(self, steps: int, folder: Path) -> list[str]:
+        return self._command(f"--data ofrecord:{folder / 'images'}", steps, folder)
+
+    def theirs(self, steps: int, folder: Path) -> list[str]:
+        return CommandPair.ours(self, steps, folder)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What one command reached."""
+
+    rate: float  # images per second, once it is steady
+    started: float  # seconds from its start to the end of its first steps
+
+
+def run_pair(outcome: Outcome, pair: CommandPair, repeats: int, steps: int, progress: Callable[[str], None]) -> Outcome:
+    """Add a pair: the speeds of both sides, and the seconds to their first steps, without and with caches."""
+    ours, theirs = pair.names
+    turns: dict[str, list[_Turn]] = {ours: [], theirs: []}
+    with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as made:
+        folder = Path(made)
+        pair.prepare(folder)
+        commands = {ours: pair.ours(steps, folder), theirs: pair.theirs(steps, folder)}
+        for number in range(repeats):
+            for side in (ours, theirs) if number % 2 == 0 else (theirs, ours):
+                progress(f"{pair}: turn {number + 1} of {repeats}, {side}")
+                caches = {name: str(folder / side.split()[0] / name) for name in _CACHES}
+                turns[side].append(_take_turn(commands[side], folder / "runs", caches))
+    rows: list[Row] = []
+    ratios: list[Ratio] = []
+    found = [(_rates(pair, turns), pair.goal)]
+    if pair.compares_starts:
+        found += [
+            (_started(pair, turns, "empty caches", slice(1)), at_most(_SLOWER_START)),
+            (_started(pair, turns, "full caches", slice(1, None)), at_most(_SLOWER_START)),
+        ]
+    for (first, second), goal in ((sides, goal) for sides, goal in found if sides):
+        rows += [first, second]
+        ratios.append(ratio_of(first, second, goal))
+    return replace(outcome, rows=(*outcome.rows, *rows), ratios=(*outcome.ratios, *ratios))
+
+
+def _rates(pair: CommandPair, turns: Mapping[str, Sequence[_Turn]]) -> list[Row]:
+    about = {"model": pair.model, "precision": pair.precision, "batch": pair.batch, "mode": "dp", "device": "cuda"}
+    return [
+        measured_row(str(pair), side, [turn.rate for turn in taken], placement="0:0", microbatches=1, **about)
+        for side, taken in turns.items()
+    ]
+
+
+def _started(pair: CommandPair, turns: Mapping[str, Sequence[_Turn]], caches: str, which: slice) -> list[Row]:
+    """The seconds to the first steps in some of the turns; nothing where there are none."""
+    return [
+        measured_row(
+            f"{pair}: first {_FIRST} steps, {caches}",
+            side,
+            [turn.started for turn in taken[which]],
+            model=pair.model,
+            precision=pair.precision,
+            unit="seconds",
+        )
+        for side, taken in turns.items()
+        if taken[which]
+    ]
+
+
+def _take_turn(command: Sequence[str], runs: Path, caches: Mapping[str, str]) -> _Turn:
+    """Run a side once; a script prints its speed last, a command of ours leaves it in its run folder."""
+    before = set(runs.glob("*"))
+    started, last = _run(command, caches)
+    new = set(runs.glob("*")) - before
+    if not new:
+        return _Turn(float(last), started)
+    return _Turn(float(json.loads((new.pop() / "summary.json").read_text())["images_per_second"]), started)
+
+
+def _run(command: Sequence[str], caches: Mapping[str, str]) -> tuple[float, str]:
+    """Run a command; the seconds until its line of the first steps, and its last line."""
+    printed = run_command(command, caches)
+    started = printed.when(_FIRST_LINE)
+    if started is None:
+        raise RunFailed(ended(command, 0, printed.last))
+    return started, printed.last
