@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {*BASICS, "data.formats"},
     "data.formats": BASICS,
     "profile": {*BASICS, "cluster", "model"},
-    "plan": {*BASICS, "cluster", "config.optimizers", "profile"},
+    "plan": {*BASICS, "cluster", "config.modes", "config.optimizers", "profile"},
     "schedule": {"errors", "plan.plan"},
     "planning": {*BASICS, "cluster", "config", "model", "plan", "profile", "schedule"},
     "runtime": TRAINING,
@@ -78,7 +78,11 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 # Modules that import less than their folder.
-ALONE = {"plan.plan": {"cluster", "errors"}, "profile.profile": {"errors", "files"}, "run.folder": {"errors", "files"}}
+ALONE = {
+    "plan.plan": {"cluster", "config.modes", "errors"},
+    "profile.profile": {"errors", "files"},
+    "run.folder": {"errors", "files"},
+}
 WITH_TORCH = {
     *("api", "model", "data", "runtime", "run", "bench", "integrations"),
     *(
