@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, default_collate
 
 import stagewright
 from stagewright.cli.main import main
-from stagewright.model import zoo
-from stagewright.model.libraries import import_library, is_installed
+from stagewright.model.networks import zoo
+from stagewright.model.networks.libraries import import_library, is_installed
 from stagewright.run.script import OPTIONS
 
 ROOT = Path(__file__).parents[1]

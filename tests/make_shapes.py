@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stagewright.model.zoo import ZOO
+from stagewright.model.networks.zoo import ZOO
 from stagewright.planning.traced import SHIPPED, shipped_text
 
 FILE = Path(__file__).parents[1] / "src/stagewright/profile" / SHIPPED

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, relu
 
-from stagewright.model import zoo
+from stagewright.model.networks import zoo
 from stagewright.model.networks.vit import EncoderBlock
 
 CLASSES = 7

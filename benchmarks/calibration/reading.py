@@ -16,7 +16,7 @@ from stagewright.cluster.catalog import shipped
 from stagewright.cluster.specs import HALF, Catalog, DeviceSpec
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.hardware.rows import Row
-from stagewright.model.zoo import ZOO
+from stagewright.model.networks.zoo import ZOO
 from stagewright.plan import cost
 from stagewright.planning.traced import trace_model
 from stagewright.profile.analytic import Columns, Rates

@@ -33,7 +33,7 @@ from stagewright.data.decode import is_jpeg
 from stagewright.data.formats.index import IndexBuilder, load_index, save_index
 from stagewright.data.processes import ProcessPool
 from stagewright.errors import UserError, counted
-from stagewright.model.libraries import import_library
+from stagewright.model.networks.libraries import import_library
 
 Transform = Callable[[bytes], Tensor]
 _IMAGENET = 1_281_167

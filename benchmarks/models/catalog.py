@@ -17,7 +17,7 @@ from benchmarks.models import configured, images, own
 from benchmarks.models.configured import CLASSES
 from benchmarks.models.objectives import OBJECTIVES
 from benchmarks.models.plain import Objective, classified
-from stagewright.model.libraries import is_installed
+from stagewright.model.networks.libraries import is_installed
 
 _COMPARED = frozenset(
     [

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from stagewright.model.libraries import import_library
+from stagewright.model.networks.libraries import import_library
 
 VOCABULARY = 50
 CLASSES = 10

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from stagewright.model.libraries import import_library
+from stagewright.model.networks.libraries import import_library
 
 
 def torchvision_model(name: str, options: Mapping[str, Any], classes: int = 10) -> nn.Module:

@@ -42,7 +42,7 @@ from stagewright.errors import UserError, did_you_mean, first_line
 from stagewright.events import BatchLosses, Event, Scored
 from stagewright.metrics import LOSS
 from stagewright.model.call import Inputs
-from stagewright.model.cut import Chain, Way
+from stagewright.model.chain import Chain, Way
 from stagewright.model.load import build_model
 from stagewright.model.prove import SAMPLES, first_proven, prove
 from stagewright.run.prepare import prepare
@@ -212,7 +212,7 @@ def find_cut(task: Task, stages: int) -> tuple[Chain, Cut]:
             prove(lambda: _in_single(task), chain, chain.by_names(cut.units), f"{task.model} {CLASSES}")
         return chain, cut
 
-    return first_proven(lambda way: Chain(model, example, way=way), attempt)
+    return first_proven(Chain(model, example), attempt)
 
 
 def _in_single(task: Task) -> nn.Module:

@@ -15,7 +15,7 @@ from benchmarks.peers.whole import CommandPair, FilesPair
 from stagewright.bench.statistics import Goal, at_least, at_most, not_slower
 from stagewright.cluster.placement import parse_placement
 from stagewright.errors import UserError, counted
-from stagewright.model.zoo import ZOO
+from stagewright.model.networks.zoo import ZOO
 
 _WIDTH = 8
 

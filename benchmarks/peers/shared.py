@@ -26,7 +26,7 @@ from stagewright.cluster.placement import format_placement, parse_placement
 from stagewright.cluster.topology import Cluster, Level
 from stagewright.errors import UserError
 from stagewright.files import read_text, write_text
-from stagewright.model.zoo import ZOO
+from stagewright.model.networks.zoo import ZOO
 from stagewright.plan.estimate import Setting
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan

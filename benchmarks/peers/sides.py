@@ -23,7 +23,7 @@ from stagewright.bench.demo.sides import (
     static_batch,
     stock_loss,
 )
-from stagewright.model.cut import Piece
+from stagewright.model.pieces import Piece
 from stagewright.runtime.comm.channel import ChannelName, Inbox, Network, Outbox
 from stagewright.runtime.comm.device import Device, open_device
 from stagewright.runtime.comm.memory import MemoryTransport

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import stagewright
-from stagewright.model import zoo
+from stagewright.model.networks import zoo
 
 MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 HELD_BACK = 4  # each fourth photo is for evaluation

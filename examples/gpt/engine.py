@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, Subset
 
 import stagewright
-from stagewright.model import zoo
+from stagewright.model.networks import zoo
 
 HELD_BACK = 10  # each tenth piece of the text is for evaluation
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from stagewright.data.order import permutation
-from stagewright.model.libraries import is_installed
+from stagewright.model.networks.libraries import is_installed
 from tests.distributed.namespaces import machines
 from tests.distributed.test_command import ROOT, ranks_of
 from tests.examples import (

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import default_collate
 
 import stagewright
-from stagewright.model import zoo
+from stagewright.model.networks import zoo
 from stagewright.model.networks.vit import VisionTransformer
 from tests import reference
 from tests.docs import ROOT, blocks

@@ -38,7 +38,7 @@ from stagewright.config.toml import as_toml, changed_keys, make_config, parse_as
 from stagewright.errors import UserError
 from stagewright.events import DecodeError
 from stagewright.hardware.cluster_file import ImportOptions, checked_toml, import_texts
-from stagewright.model.cut import Chain
+from stagewright.model.chain import Chain
 from stagewright.plan.make import make_plan, read_plan
 from stagewright.planning.build import build_plan, stage_numbers
 from stagewright.planning.simulate import balanced_costs

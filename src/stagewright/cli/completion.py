@@ -8,7 +8,7 @@ import sys
 from stagewright.cli.command.shells import SCRIPTS, Names
 from stagewright.cli.parser import COMMANDS
 from stagewright.cluster.catalog import shipped
-from stagewright.model.zoo import ZOO
+from stagewright.model.networks.zoo import ZOO
 
 
 def run(parsed: argparse.Namespace) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stagewright.config.modes import Mode
 from stagewright.config.optimizers import OPTIMIZERS, Extrapolation, takers
 from stagewright.errors import UserError
 
@@ -226,8 +225,8 @@ _USES_AVERAGE = Condition(
         "without an evaluation, an export or a checkpoint; give --val, --export or --checkpoint-every as well"
     ),
 )
-_STAGES = _is("--mode", *Mode.where(lambda preset: preset.has_stages))
-_STALE = _is("--mode", *Mode.where(lambda preset: preset.has_staleness))
+_STAGES = _is("--mode", "sync", "stale", "pipedream")
+_STALE = _is("--mode", "stale")
 _OPTIONS = _is("--optimizer", *OPTIMIZERS)  # a user's factory sets its own
 _STABLE = _is("--optimizer", *(name for name, facts in OPTIMIZERS.items() if facts.has_stable_rate))
 _MOVES_ON = Condition(
@@ -286,7 +285,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *_unused(_MOVES_ON, "--nesterov", "--predict"),
     *_unused(_DECAYS, "--no-decay"),
-    *_unused(_is("--mode", *Mode.where(lambda preset: preset.has_lag)), "--predict"),
+    *_unused(_is("--mode", "stale", "pipedream"), "--predict"),
     *_unused(_USES_AVERAGE, "--ema"),
     *_unused(_STABLE, "--lr", commands=("plan",)),
     *_unused(_with("--lr"), "--momentum", "--nesterov", "--predict", commands=("plan",)),

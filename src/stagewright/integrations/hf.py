@@ -34,7 +34,7 @@ from stagewright.api.steps import Step
 from stagewright.errors import UserError, did_you_mean
 from stagewright.integrations.hf_arguments import require_events, require_followed
 from stagewright.integrations.hf_predictions import PREFIX, Predictions
-from stagewright.model.libraries import import_library
+from stagewright.model.networks.libraries import import_library
 from stagewright.run.script import OneLineErrors
 from stagewright.runtime.script.rank import is_rank
 

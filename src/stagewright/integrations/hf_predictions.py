@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from stagewright.errors import UserError
-from stagewright.model.libraries import import_library
+from stagewright.model.networks.libraries import import_library
 
 PREFIX = "eval_"  # of the names of metrics, so that none has a meaning of its own, as `perplexity` does
 _POSITION = "sample_position"  # the field of a sample's number in an evaluation

@@ -1,7 +1,8 @@
-"""Models: the zoo, loading a user's model, and cutting any model into stages.
+"""Models: loading a user's model, recording its forward, cutting it into stages and proving the cut.
 
-`zoo` names our own models, of which `networks` holds the newer ones; `load` builds a model from its name, `call` says
-what it is called with, `loss` what is minimised. `cut` traces it into a chain of units and cuts that, `walk` runs it
-unit by unit, `probe` finds what crosses each cut. Imports `errors`, `files` and `objects` only; everything except
-`config`, `cluster`, `data` and `report` may import it.
+`load` builds a model from its name (`networks` has our own, those of installed packages, and weights), `call` says what
+it is called with, `loss` what is minimised. `standin` makes copies to analyse. `record` makes a graph of a forward and
+`trace` both forwards of a model; `units` are the calls of a graph and `slice` cuts it; `blocks` cuts a model without a
+graph. A `chain` is a model with the ways to cut it; `pieces` runs what it was cut into, `walk` unit by unit. `probe`
+finds what crosses each cut, and `prove` compares the pieces with the whole model.
 """

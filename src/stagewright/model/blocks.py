@@ -18,17 +18,26 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from stagewright.errors import UserError
-from stagewright.model.call import Inputs, call, differentiable
+from stagewright.model.call import Inputs, call
+from stagewright.model.pieces import Piece, modes_of, steps
 from stagewright.model.standin import Build, analysing, copied, stand_ins, unchanged_state
+from stagewright.torch_internals import (
+    TreeSpec,
+    buffers_in,
+    parameters_in,
+    share_tables,
+    tree_flatten,
+    tree_unflatten,
+)
 
 _FEWEST = 2
 
@@ -95,8 +104,7 @@ class BlockStage(nn.Module):
         names: tuple[str, ...],
     ) -> None:
         super().__init__()
-        for table in ("_modules", "_parameters", "_buffers"):
-            vars(self)[table] = vars(model)[table]
+        share_tables(self, model)
         self._whole = (model,)  # not a submodule: the names stay the model's
         self._specs = specs  # of what a block returned, by block and mode; shared by all stages
         self._first, self._last = first, last
@@ -167,57 +175,61 @@ def cut_between(
     example: Inputs,
     context: Callable[[], Any],
     device: str,
-) -> list[tuple[BlockStage, tuple[str, ...]]]:
-    """One stage per range of blocks, each with the names of the values that enter it.
+) -> tuple[Piece, ...]:
+    """One piece per range of blocks.
 
     A stage has the parameters that its own blocks and its part of the author's code train; what trains them is found by
     running all stages once, on copies. `twin_of` copies the model.
     """
     specs: dict[tuple[int, bool], TreeSpec] = {}
     twins = [twin_of() for _ in bounds[1:]]
+    inputs, modes = example.parameters_of(twins[0]), modes_of(twin_of())
     stages = [
         BlockStage(twin, paths, first, last, specs, len(example.tensors), example.names)
         for twin, (first, last) in zip(twins, itertools.pairwise(bounds), strict=True)
     ]
+    pieces = [
+        Piece(stage, stage, inputs, inputs, paths[first], modes) for stage, first in zip(stages, bounds, strict=False)
+    ]
     homes: dict[str, set[int]] = {}  # the stages that train a parameter, or that change a buffer
-    counts: list[int] = []
     with analysing(), unchanged_state(twins):
         for training in (False, True):
             for stage in stages:
                 stage.train(training)
             with on_stand_ins(stages, example, device) as given, torch.set_grad_enabled(training):
-                counts = _run_all(stages, given, context, homes)
-    for index, stage in enumerate(stages):
+                counts = _run_all(pieces, given, context, homes, training=training)
+    found = []
+    for index, (stage, piece, count) in enumerate(zip(stages, pieces, counts, strict=True)):
         _hide(stage, index, homes, paths, bounds[index : index + 2])
-    inputs = example.parameters_of(twins[0])
-    names = [(*inputs, *(f"value_{number}" for number in range(count))) for count in counts]
-    return list(zip(stages, names, strict=True))
+        names = (*inputs, *(f"value_{number}" for number in range(count - len(inputs))))
+        found.append(replace(piece, inputs=names, evaluation_inputs=names))
+    return tuple(found)
 
 
 def _run_all(
-    stages: Sequence[BlockStage], given: Inputs, context: Callable[[], Any], homes: dict[str, set[int]]
+    pieces: Sequence[Piece],
+    given: Inputs,
+    context: Callable[[], Any],
+    homes: dict[str, set[int]],
+    *,
+    training: bool,
 ) -> list[int]:
-    """Run all stages, note which train each parameter and change each buffer; returns how many values arrive."""
-    values: Sequence[Any] = given.tensors
-    num_inputs = len(given.tensors)
+    """Run all stages, note which train each parameter and change each buffer; returns how many values enter each."""
     counts = []
-    for index, stage in enumerate(stages):
-        counts.append(len(values) - num_inputs)
-        values = [*values[:num_inputs], *map(_leaf, values[num_inputs:])]
-        before = {name: (buffer, buffer.detach().clone()) for name, buffer in stage.named_buffers()}
+    for step in steps(pieces, given.tensors, training=training):
+        counts.append(len(step.entered))
+        before = {name: (buffer, buffer.detach().clone()) for name, buffer in step.module.named_buffers()}
         with context():
-            output = stage(*values)
-        for name, buffer in stage.named_buffers():
+            step.run()
+        for name, buffer in step.module.named_buffers():
             if name not in before or buffer is not before[name][0] or not torch.equal(buffer, before[name][1]):
-                _note_home(homes, name, index)
-        roots = differentiable(output)
-        if torch.is_grad_enabled() and roots:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-            trained = [(name, p) for name, p in stage.named_parameters(remove_duplicate=False) if p.grad is not None]
-            for name, parameter in trained:
-                parameter.grad = None
-                homes.setdefault(name, set()).add(index)
-        values = output if isinstance(output, tuple) else (output,)
+                _note_home(homes, name, step.stage)
+        if training:
+            step.backward()
+            for name, parameter in step.module.named_parameters(remove_duplicate=False):
+                if parameter.grad is not None:
+                    parameter.grad = None
+                    homes.setdefault(name, set()).add(step.stage)
     return counts
 
 
@@ -227,10 +239,6 @@ def _note_home(homes: dict[str, set[int]], name: str, stage: int) -> None:
             f"'{name}' is changed by stage {min(homes[name])} and by stage {stage}, on both sides of a cut; "
             "use one stage, or move the cut so that one stage holds both uses"
         )
-
-
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def _hide(
@@ -244,17 +252,17 @@ def _hide(
     for path, module in stage.named_modules():
         is_foreign = any(path == block or path.startswith(f"{block}.") for block in foreign)
         held = vars(module if path else stage.whole)
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None or index in homes.get(f"{path}.{name}" if path else name, ()):
-                continue
-            del module._parameters[name]
-            held[name] = parameter.detach().to("meta") if is_foreign else parameter.detach()
-        for name, buffer in list(module._buffers.items()):
+        parameters, buffers = parameters_in(module), buffers_in(module)
+        for name, parameter in list(parameters.items()):
+            if parameter is not None and index not in homes.get(f"{path}.{name}" if path else name, ()):
+                held[name] = parameter.detach().to("meta") if is_foreign else parameter.detach()
+                del parameters[name]
+        for name, buffer in list(buffers.items()):
             if is_foreign:
-                held[name] = module._buffers.pop(name)
+                held[name] = buffers.pop(name)
             elif buffer is not None and index not in homes.get(f"{path}.{name}" if path else name, {index}):
-                del module._buffers[name]
                 held[name] = buffer.detach().clone()
+                del buffers[name]
 
 
 def _restorer(model: nn.Module) -> Callable[[], None]:
@@ -276,8 +284,7 @@ def _restorer(model: nn.Module) -> Callable[[], None]:
             torch.cuda.set_rng_state(on_gpu)
         with torch.no_grad():
             for module, name, buffer, before in buffers:
-                if module._buffers[name] is not buffer:
-                    module._buffers[name] = buffer
+                buffers_in(module)[name] = buffer
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
 

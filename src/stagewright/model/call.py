@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from stagewright.torch_internals import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from torch.nn.functional import avg_pool2d
 from torch.nn.parameter import UninitializedParameter
 
 from stagewright.errors import UserError, first_line
-from stagewright.model.configured import Configured
-from stagewright.model.libraries import Package, package_of, timm_entry, torchvision_entry
+from stagewright.model.networks.configured import Configured
+from stagewright.model.networks.libraries import Package, package_of, timm_entry, torchvision_entry
+from stagewright.model.networks.weights import Start, check_loaded, freeze, load_weights, noting_frozen
+from stagewright.model.networks.zoo import ZOO, Entry, build
 from stagewright.model.standin import untouched_generators
-from stagewright.model.weights import Start, check_loaded, freeze, load_weights, noting_frozen
-from stagewright.model.zoo import ZOO, Entry, build
 from stagewright.objects import load_object
 
 

@@ -5,6 +5,7 @@ It needs no data, and changes neither BatchNorm statistics nor the random state.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -13,20 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-    unset_fake_temporarily,
-)
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from stagewright.errors import UserError
-from stagewright.model.call import Form, Inputs, call, differentiable, leaves_of
-from stagewright.model.cut import Piece
+from stagewright.model.call import Form, Inputs, differentiable, leaves_of
 from stagewright.model.loss import LossError, Measured, Watched
+from stagewright.model.pieces import Piece, Step, steps
 from stagewright.model.standin import (
     analysing,
     attribute_marks,
@@ -36,8 +30,16 @@ from stagewright.model.standin import (
     unchanged_state,
 )
 from stagewright.model.walk import require_output
+from stagewright.torch_internals import (
+    NEEDS_VALUES,
+    memory_of,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    unset_fake_temporarily,
+    version_of,
+)
 
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _CASTING = frozenset([torch.conv1d, torch.conv2d, torch.conv3d, functional.linear])  # to autocast's type
 _SIZES = frozenset(["size", "dim", "shape", "ndim", "device"])  # which do not depend on the type
 Constant = int | float | bool | str | None | tuple[int, ...]
@@ -138,10 +140,10 @@ def probe(
         with analysing(), unchanged_state(roots), torch.set_grad_enabled(training):
             try:
                 with fake_tensors(device) as make:
-                    found = _probe(pieces, modules, given, context, measure, make, watches_inputs)
-            except _NEEDS_VALUES:
+                    found = _run(pieces, given, context, measure, make, training=training, watches=watches_inputs)
+            except NEEDS_VALUES:
                 make = partial(copied, device=device)
-                found = _probe(pieces, modules, given, context, measure, make, watches_inputs)
+                found = _run(pieces, given, context, measure, make, training=training, watches=watches_inputs)
                 is_conditional = True
             return _for_any_path(found, modules) if is_conditional and training else found
     finally:
@@ -155,7 +157,8 @@ def _for_any_path(found: Probe, modules: Sequence[nn.Module]) -> Probe:
         tuple(replace(value, requires_grad=value.requires_grad or _may_need_gradient(value)) for value in values)
         for values in found.cuts
     )
-    return replace(found, reached=_all_trainable(modules), cuts=cuts)
+    named = itertools.chain(*(module.named_parameters(remove_duplicate=False) for module in modules))
+    return replace(found, reached=frozenset(name for name, parameter in named if parameter.requires_grad), cuts=cuts)
 
 
 def _may_need_gradient(value: Value) -> bool:
@@ -163,50 +166,39 @@ def _may_need_gradient(value: Value) -> bool:
     return value.field is None and value.dtype is not None and getattr(torch, value.dtype).is_floating_point
 
 
-def _all_trainable(modules: Sequence[nn.Module]) -> frozenset[str]:
-    return frozenset(
-        name
-        for module in modules
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad
-    )
-
-
-def _probe(
+def _run(
     pieces: Sequence[Piece],
-    modules: Sequence[nn.Module],
     given: Given,
     context: Callable[[], AbstractContextManager[Any]],
     measure: Measure | None,
     stand_in: Callable[[Tensor], Tensor],
-    watches_inputs: bool,
+    *,
+    training: bool,
+    watches: bool,
 ) -> Probe:
-    training = torch.is_grad_enabled()
-    cuts: list[tuple[Value, ...]] = []
-    reached: set[str] = set()
+    """Run the pieces in one graph, the loss behind them, and look at what that has changed."""
     inputs = given.inputs.map(stand_in)
-    values: Any = inputs.tensors
-    before_all = [tensor._version for tensor in inputs.tensors]
-    watched = [tensor for tensor in inputs.tensors if watches_inputs and tensor.is_floating_point()]
+    before = [version_of(tensor) for tensor in inputs.tensors]
+    watched = [tensor for tensor in inputs.tensors if watches and tensor.is_floating_point()]
     uses = _Uses(watched, inputs.tensors[0].device.type)
+    modules = [piece.training if training else piece.evaluation for piece in pieces]
     authored = {path: part for module in modules for path, part in _authored(module)}
     marks = {path: attribute_marks(part) for path, part in authored.items()}
+    cuts: list[tuple[Value, ...]] = []
     with stand_ins(modules, stand_in) as states:
         versions = {name: _mark(tensor) for name, tensor in states.items()}
-        for stage, (piece, module) in enumerate(zip(pieces, modules, strict=True)):
-            names = piece.inputs if training else piece.evaluation_inputs
-            entered, before = values, [value._version if isinstance(value, Tensor) else 0 for value in values]
+        for step in steps(pieces, inputs.tensors, training=training, is_apart=False):
+            entered = [version_of(value) if isinstance(value, Tensor) else 0 for value in step.entered]
             with context(), uses if watched else nullcontext():
-                values = call(module, values, piece.names)
-            if stage > 0:
-                cuts.append(_describe(names, entered, before, stage, piece.first_unit))
-        require_output(values, training=training)
-        measured = _measure(values, given, measure, stand_in)
+                step.run()
+            cuts.append(_describe(step, entered) if step.stage else ())
+        require_output(step.output, training=training)
+        measured = _measure(step.output, given, measure, stand_in)
         if training:
             torch.autograd.backward(measured.roots, [torch.ones_like(root) for root in measured.roots])
-            reached = {name for name, tensor in states.items() if tensor.grad is not None}
+        reached = frozenset(name for name, tensor in states.items() if training and tensor.grad is not None)
         after = {name: buffer for module in modules for name, buffer in module.named_buffers(remove_duplicate=False)}
-        changed = {name for name, buffer in after.items() if versions.get(name) != _mark(buffer)}
+        changed = frozenset(name for name, buffer in after.items() if versions.get(name) != _mark(buffer))
         _require_unchanged(modules, versions)
     attributes = [
         f"{path}.{name}" if path else name
@@ -215,26 +207,26 @@ def _probe(
         if marks[path].get(name) != mark
     ]
     first = pieces[0].inputs if training else pieces[0].evaluation_inputs
-    pairs = zip(first, given.names, inputs.tensors, before_all, strict=True)
-    unchanged = {name: field for name, field, tensor, version in pairs if tensor._version == version}
+    pairs = zip(first, given.names, inputs.tensors, before, strict=True)
+    unchanged = {name: field for name, field, tensor, version in pairs if version_of(tensor) == version}
     changed_fields = (set(given.names) - set(unchanged.values())) & set(measured.read)
     if changed_fields:
         raise LossError(
             f"the model changes its input '{min(changed_fields)}' in place, and the loss or a metric reads it: which "
             "numbers it would see depends on the cut; change a copy of it"
         )
-    described = tuple(tuple(replace(value, field=unchanged.get(value.name)) for value in values) for values in cuts)
+    described = tuple(tuple(replace(value, field=unchanged.get(value.name)) for value in values) for values in cuts[1:])
     is_sent_on = any(value.field for values in described for value in values)
     return Probe(
         len(given.inputs),
         tuple(Value.of(name, tensor) for name, tensor in zip(given.names, given.inputs.tensors, strict=True)),
         given.inputs.names,
         described,
-        frozenset(reached),
+        reached,
         tuple(Value.of(name, given.fields[name]) for name in given.fields if name in measured.read),
         measured.divisor,
-        tuple(tuple(leaf.shape) for leaf in leaves_of(values)),
-        frozenset(changed),
+        tuple(tuple(leaf.shape) for leaf in leaves_of(step.output)),
+        changed,
         tuple(attributes),
         uses.are_casts and not is_sent_on and set(given.names).isdisjoint(measured.read),
     )
@@ -309,7 +301,7 @@ def _authored(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _mark(tensor: Tensor) -> tuple[int, int, int]:
     """What differs once a tensor was changed or replaced."""
-    return id(tensor), tensor._version, tensor.untyped_storage()._cdata
+    return id(tensor), version_of(tensor), memory_of(tensor)
 
 
 def _require_unchanged(modules: Sequence[nn.Module], versions: Mapping[str, tuple[int, int, int]]) -> None:
@@ -323,34 +315,25 @@ def _require_unchanged(modules: Sequence[nn.Module], versions: Mapping[str, tupl
                 )
 
 
-def _describe(
-    names: Sequence[str], values: Sequence[Any], versions: Sequence[int], stage: int, unit: str
-) -> tuple[Value, ...]:
+def _describe(step: Step, versions: Sequence[int]) -> tuple[Value, ...]:
+    """What has entered a stage; `versions` are those from before it ran."""
     described: list[Value] = []
     changed: dict[int, str] = {}
-    for name, value, version in zip(names, values, versions, strict=True):
-        if not isinstance(value, Tensor):
-            described.append(Value(name, constant=_constant(name, value, stage, unit)))
-            continue
-        is_changed = value._version != version
-        if is_changed:
-            other = changed.setdefault(value.untyped_storage()._cdata, name)
-            if other != name:
+    unit = step.piece.first_unit
+    for name, value, version in zip(step.names, step.entered, versions, strict=True):
+        if isinstance(value, Tensor):
+            is_changed = version_of(value) != version
+            if is_changed and (other := changed.setdefault(memory_of(value), name)) != name:
                 raise UserError(
-                    f"'{other}' and '{name}' share memory across the cut before '{unit}', and stage {stage} changes "
-                    "it in place; cut elsewhere, or make that operation not in place"
+                    f"'{other}' and '{name}' share memory across the cut before '{unit}', and stage {step.stage} "
+                    "changes it in place; cut elsewhere, or make that operation not in place"
                 )
-        dtype = str(value.dtype).removeprefix("torch.")
-        described.append(Value(name, tuple(value.shape), dtype, value.requires_grad, is_changed))
+            described.append(replace(Value.of(name, value), requires_grad=value.requires_grad, changed=is_changed))
+        elif value is None or isinstance(value, int | float | bool | str | torch.Size):
+            described.append(Value(name, constant=tuple(value) if isinstance(value, torch.Size) else value))
+        else:
+            raise UserError(
+                f"'{name}' is live across the cut before '{unit}' (stage {step.stage}) and is a "
+                f"{type(value).__name__}, not a tensor; cut elsewhere"
+            )
     return tuple(described)
-
-
-def _constant(name: str, value: Any, stage: int, unit: str) -> Constant:
-    if isinstance(value, torch.Size):
-        return tuple(value)
-    if value is None or isinstance(value, int | float | bool | str):
-        return value
-    raise UserError(
-        f"'{name}' is live across the cut before '{unit}' (stage {stage}) and is a {type(value).__name__}, "
-        "not a tensor; cut elsewhere"
-    )

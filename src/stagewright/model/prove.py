@@ -17,12 +17,11 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest import mock
 
 import numpy as np
 import psutil
@@ -30,12 +29,15 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
+from stagewright import torch_internals
 from stagewright.errors import UserError, first_line
 from stagewright.files import cache_folder, read_text, write_text
 from stagewright.model.call import Inputs, differentiable, leaves_of
-from stagewright.model.cut import WAYS, Chain, Piece, Way
+from stagewright.model.chain import WAYS, Chain
 from stagewright.model.load import convert
+from stagewright.model.pieces import Piece, backward, run
 from stagewright.model.standin import Build, analysing, copied, stand_ins
+from stagewright.torch_internals import TABLES, autocast_noted
 
 SAMPLES = 4  # other than those that a forward is recorded with, so that its sizes are proven too
 _TOLERANCE = 1e-8  # relative, in double precision
@@ -47,7 +49,6 @@ _SEEDS = (20_231, 7)
 _COPIES = 6  # the author's copy and the pieces' copy, their gradients, and as much again for activations
 _VERSION = 1
 _LONGEST = 2000  # characters of an attribute that a proof is known by
-_TABLES = frozenset(vars(nn.Module()))
 Found = TypeVar("Found")
 
 
@@ -81,22 +82,21 @@ class _Outcome:
     """What one run of a forward, and its backward, left behind."""
 
     outputs: list[Tensor]
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-    attributes: dict[str, Any]
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
 
 
-def first_proven(chain_by: Callable[[Way | None], Chain], attempt: Callable[[Chain], Found]) -> Found:
+def first_proven(chain: Chain, attempt: Callable[[Chain], Found]) -> Found:
     """What `attempt` returns for the first way of cutting whose pieces it does not find to differ.
 
-    `chain_by` makes the chain of a way, by default of the first that works for the model's code. An error of a later
-    way, such as a unit that only the first one has, is no news: the first difference is.
+    The chain's own way is tried first. An error of a later way, such as a unit that only the first one has, is no news:
+    the first difference is.
     """
-    chain = chain_by(None)
     first: Differs | None = None
     for way in (chain.way, *(way for way in WAYS if way is not chain.way)):
         if first is not None:
-            chain = chain_by(way)
+            chain = chain.by(way)
         if chain.way is not way:
             continue  # the model can't be cut in this way
         try:
@@ -114,30 +114,27 @@ def prove(build: Build, chain: Chain, cuts: Sequence[str], identity: str) -> Pro
 
     `build` makes the model of the chain, each time anew; `identity` is what its factory is known by.
     """
-    began, way, example = time.perf_counter(), chain.way, chain.example
+    began = time.perf_counter()
     key = proof_key(chain, cuts, identity)
     path = None if key is None else cache_folder("proofs") / f"{key}.json"
     if path is not None and (known := _read(path)) is not None:
         return known
     _require_memory(chain.model)
-    with analysing(), _noting_autocast() as regions:
+    with analysing(), autocast_noted() as regions:
         try:
-            found = _compare(build, example, cuts, way, torch.float64)
+            difference, tolerance, precision = _compare(build, chain, cuts, torch.float64)
         except Differs:
             raise
-        except (
-            Exception
-        ):  # in double precision the model's code fails, one of its operations is missing, or no cut is found
+        except Exception:  # the model's code fails in double precision, or lacks an operation, or no cut is found
             regions.append("any")
         if regions:  # autocast leaves double precision alone
-            found = _compare_in_single(build, example, cuts, way)
-    difference, tolerance, precision = found
-    proof = Proof(str(way), len(cuts) + 1, SAMPLES, precision, difference, tolerance, time.perf_counter() - began)
-    if path is None:
-        return proof
-    with suppress(OSError):  # a full or read-only disk: proven again the next time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(asdict(proof)))
+            difference, tolerance, precision = _compare_in_single(build, chain, cuts)
+    seconds = time.perf_counter() - began
+    proof = Proof(str(chain.way), len(cuts) + 1, SAMPLES, precision, difference, tolerance, seconds)
+    if path is not None:
+        with suppress(OSError):  # a full or read-only disk: proven again the next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps(asdict(proof)))
     return proof
 
 
@@ -147,20 +144,6 @@ def _read(path: Path) -> Proof | None:
         return replace(TypeAdapter(Proof).validate_json(read_text(path)), is_cached=True)
     except (OSError, ValueError):
         return None
-
-
-@contextmanager
-def _noting_autocast() -> Iterator[list[str]]:
-    """Within, note the devices for which any code enters autocast."""
-    noted: list[str] = []
-    original = torch.autocast.__enter__
-
-    def entered(region: Any) -> Any:
-        noted.append(region.device)
-        return original(region)  # type: ignore[no-untyped-call]
-
-    with mock.patch.object(torch.autocast, "__enter__", entered):
-        yield noted
 
 
 def _require_memory(model: nn.Module) -> None:
@@ -174,9 +157,9 @@ def _require_memory(model: nn.Module) -> None:
         )
 
 
-def _compare_in_single(build: Build, example: Inputs, cuts: Sequence[str], way: Way) -> tuple[float, float, str]:
+def _compare_in_single(build: Build, chain: Chain, cuts: Sequence[str]) -> tuple[float, float, str]:
     try:
-        return _compare(build, example, cuts, way, torch.float32)
+        return _compare(build, chain, cuts, torch.float32)
     except UserError:
         raise
     except Exception as error:  # the model's code may raise anything
@@ -186,16 +169,31 @@ def _compare_in_single(build: Build, example: Inputs, cuts: Sequence[str], way: 
         ) from error
 
 
-def _compare(
-    build: Build, example: Inputs, cuts: Sequence[str], way: Way, weights: torch.dtype
+def _compare(build: Build, chain: Chain, cuts: Sequence[str], weights: torch.dtype) -> tuple[float, float, str]:
+    """The largest difference, the tolerance and the precision; raises at the first difference beyond it.
+
+    Compared is what the chain has recorded, which is what trains. Where that does not hold in this precision, as code
+    that names a type, the model is recorded in it.
+    """
+    if chain.trace and chain.recorded and not (weights is torch.float64 and chain.trace.names_types):
+        with suppress(Exception):  # which the other recording tells, if it is one of this precision too
+            return _compare_cut(build, lambda copy: chain.on(copy).cut(cuts), chain.example, weights)
+
+    def cut_anew(copy: nn.Module) -> tuple[Piece, ...]:
+        example = _samples(chain.example, weights).first(1)
+        return Chain(copy, example, way=chain.way, build=lambda: convert(build(), weights)).cut(cuts)
+
+    return _compare_cut(build, cut_anew, chain.example, weights)
+
+
+def _compare_cut(
+    build: Build, cut: Callable[[nn.Module], Sequence[Piece]], example: Inputs, weights: torch.dtype
 ) -> tuple[float, float, str]:
-    """The largest difference, the tolerance and the precision; raises at the first difference beyond it."""
     given = _samples(example, weights)
     author, copy = (convert(build(), weights) for _ in range(2))
     _give_state(author, copy)
     author.train()
-    chain = Chain(copy, given.first(1), way=way, build=lambda: convert(build(), weights))
-    pieces = chain.cut(cuts)
+    pieces = cut(copy)
     with ExitStack() as stack:
         for piece in pieces:  # as in ranks: every stage has buffers of its own, and parameters that are other objects
             stack.enter_context(stand_ins((piece.training, piece.evaluation), copied))
@@ -207,20 +205,20 @@ def _compare_runs(
 ) -> tuple[float, float, str]:
     worst = 0.0
     tolerance = _TOLERANCE if weights is torch.float64 else None
-    first_buffers = {name: buffer.detach().clone() for name, buffer in author.named_buffers()}
+    first_buffers, names = _buffers(author), _first_names(author)
     for seed in _SEEDS:
         if seed != _SEEDS[0]:
             _move(author, pieces, seed)
         if tolerance is None:
             tolerance = _rounding_tolerance(author, given, seed)
         expected = _run_author(author, given, seed, training=True)
-        found = _run_pieces(pieces, given, seed, training=True, names=_first_names(author))
+        found = _run_pieces(pieces, given, seed, training=True, names=names)
         worst = max(worst, _difference(expected, found, pieces, tolerance, "training"))
     moved = {name for name, buffer in expected.buffers.items() if _is_moved(first_buffers.get(name), buffer)}
     _require_own(pieces, moved)
     author.eval()
     expected = _run_author(author, given, _SEEDS[0], training=False)
-    found = _run_pieces(pieces, given, _SEEDS[0], training=False)
+    found = _run_pieces(pieces, given, _SEEDS[0], training=False, names={})
     worst = max(worst, _difference(expected, found, pieces, tolerance, "evaluation"))
     assert tolerance is not None
     return worst, tolerance, str(weights).removeprefix("torch.")
@@ -302,15 +300,13 @@ def _seed(seed: int) -> None:
     np.random.seed(seed)
 
 
-def _weights_of(output: Tensor, seed: int) -> Tensor:
+def _weights_of(outputs: Sequence[Tensor], seed: int) -> list[Tensor]:
     """Weights of the outputs in the number whose gradient is compared."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
-
-
-def _backward_weighted(outputs: Sequence[Tensor], seed: int) -> None:
-    """Backward from all outputs, each weighted by numbers of its own."""
-    torch.autograd.backward(outputs, [_weights_of(output, seed + index) for index, output in enumerate(outputs)])
+    generators = (torch.Generator().manual_seed(seed + index) for index in range(len(outputs)))
+    return [
+        torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
+        for output, generator in zip(outputs, generators, strict=True)
+    ]
 
 
 def _run_author(model: nn.Module, given: Inputs, seed: int, *, training: bool) -> _Outcome:
@@ -320,13 +316,16 @@ def _run_author(model: nn.Module, given: Inputs, seed: int, *, training: bool) -
     with torch.set_grad_enabled(training):
         output = given.map(torch.clone).call(model)
     if training:
-        _backward_weighted(differentiable(output), seed)
+        roots = differentiable(output)
+        torch.autograd.backward(roots, _weights_of(roots, seed))
     gradients = {name: _dense(parameter.grad) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    after = _attributes(model)
     # One that a forward makes is compared once a later one changes it: until then it only says that it was made.
-    changed = {name: value for name, value in after.items() if name in before and before[name] != value}
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    return _Outcome([leaf.detach() for leaf in leaves_of(output)], gradients, buffers, changed)
+    changed = {name: value for name, value in _attributes(model).items() if before.get(name, value) != value}
+    return _Outcome([leaf.detach() for leaf in leaves_of(output)], gradients, _buffers(model), changed)
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -337,58 +336,33 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _run_pieces(
-    pieces: Sequence[Piece], given: Inputs, seed: int, *, training: bool, names: Mapping[str, str] | None = None
+    pieces: Sequence[Piece], given: Inputs, seed: int, *, training: bool, names: Mapping[str, str]
 ) -> _Outcome:
     """Run all pieces forward and then backward, as ranks do: what crosses a boundary is a copy, and a new leaf."""
-    modules = [piece.training if training else piece.evaluation for piece in pieces]
-    entered: list[list[Any]] = []
-    outputs: list[Any] = []
     for piece in pieces:
         piece.train(training)
         for root in (piece.training, piece.evaluation):
             root.zero_grad(set_to_none=True)
     _seed(seed)
-    values: Sequence[Any] = given.map(torch.clone).tensors
     with torch.set_grad_enabled(training):
-        for stage, module in enumerate(modules):
-            leaves = [_crossed(value) for value in values] if stage else list(values)
-            entered.append(leaves)
-            output = module(
-                *(leaf.clone() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves)
-            )
-            outputs.append(output)
-            values = output if stage < len(modules) - 1 else ()
-    last = leaves_of(outputs[-1])
+        done = run(pieces, given.map(torch.clone).tensors, training=training)
+    outputs = leaves_of(done[-1].output)
     if training:
-        incoming = [_weights_of(leaf, seed + index) for index, leaf in enumerate(differentiable(last))]
-        for stage in reversed(range(len(modules))):
-            roots = differentiable(outputs[stage])
-            if roots:
-                torch.autograd.backward(roots, incoming)
-            crossing = [leaf for leaf in entered[stage] if isinstance(leaf, Tensor) and leaf.requires_grad]
-            incoming = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in crossing]
-    gradients: dict[str, Tensor | None] = {}
-    buffers: dict[str, Tensor] = {}
-    attributes: dict[str, Any] = {}
+        backward(done, _weights_of(differentiable(outputs), seed))
+    found = _Outcome([leaf.detach() for leaf in outputs])
     for piece in pieces:
         own: set[str] = set()
         for name, parameter in piece.training.named_parameters():
-            first, gradient = (names or {}).get(name, name), _dense(parameter.grad)
+            first, gradient = names.get(name, name), _dense(parameter.grad)
             if first in own:
                 continue  # a stage that has two tensors for one parameter lacks a part of its gradient
             own.add(first)
-            others = gradients.get(first)  # of the other homes of a tied parameter
-            gradients[first] = others if gradient is None else gradient if others is None else others + gradient
-        buffers |= {name: buffer.detach().clone() for name, buffer in piece.training.named_buffers()}
-        attributes |= _attributes(piece.training)
-    gradients |= {name: gradients[first] for name, first in (names or {}).items() if first in gradients}
-    return _Outcome([leaf.detach() for leaf in last], gradients, buffers, attributes)
-
-
-def _crossed(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
+            others = found.gradients.get(first)  # of the other homes of a tied parameter
+            found.gradients[first] = others if gradient is None else gradient if others is None else others + gradient
+        found.buffers |= _buffers(piece.training)
+        found.attributes |= _attributes(piece.training)
+    found.gradients |= {name: found.gradients[first] for name, first in names.items() if first in found.gradients}
+    return found
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:
@@ -411,7 +385,7 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
 
 def _rounding_tolerance(author: nn.Module, given: Inputs, seed: int) -> float:
     """How much of a difference is rounding: what the author's own model makes of inputs moved by it."""
-    kept = {name: buffer.detach().clone() for name, buffer in author.named_buffers()}
+    kept = _buffers(author)
     plain = _run_author(author, given, seed, training=True)
     _restore(author, kept)
     other = _run_author(author, given.map(_rounded), seed, training=True)
@@ -514,7 +488,7 @@ def proof_key(chain: Chain, cuts: Sequence[str], identity: str) -> str | None:
     files = {_source_of(type(module)) for module in model.modules()}
     if None in files:
         return None
-    files |= {str(path) for path in Path(__file__).parent.glob("*.py")}
+    files |= {torch_internals.__file__, *(str(path) for path in Path(__file__).parent.glob("*.py"))}
     factory = sys.modules.get(identity.partition(":")[0])
     files |= {getattr(factory, "__file__", None)}
     digest = hashlib.blake2b(digest_size=20)
@@ -542,7 +516,7 @@ def proof_key(chain: Chain, cuts: Sequence[str], identity: str) -> str | None:
 
 def _described(module: nn.Module) -> list[tuple[str, str]]:
     """A module's class and its Python attributes, without addresses in memory."""
-    plain = [(name, value) for name, value in vars(module).items() if name not in _TABLES]
+    plain = [(name, value) for name, value in vars(module).items() if name not in TABLES]
     return [
         ("", f"{type(module).__module__}.{type(module).__qualname__}"),
         *((n, _described_call(v)) for n, v in plain),
@@ -577,7 +551,7 @@ def keeps_state(build: Build, example: Inputs, attributes: Sequence[str]) -> boo
     outputs: list[list[Tensor]] = []
     numbers: list[dict[str, Any]] = []
     with analysing(), torch.no_grad():
-        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        buffers = _buffers(model)
         for _ in range(2):
             _seed(_SEEDS[0])
             outputs.append(leaves_of(given.map(torch.clone).call(model)))

@@ -24,17 +24,26 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from types import FrameType, MethodWrapperType
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from stagewright.model.call import Inputs
 from stagewright.model.standin import attribute_marks, is_fake
+from stagewright.torch_internals import (
+    TreeSpec,
+    buffers_in,
+    calls_intercepted,
+    has_backward_hooks,
+    memory_of,
+    parameters_in,
+    tree_flatten,
+    tree_leaves,
+    version_of,
+)
 
 SIZES = (2, 3)  # the numbers of samples that a forward is recorded with
 _CONTAINERS = (
@@ -150,6 +159,11 @@ class Assign:
     name: str
     value: fx.Node
 
+    @property
+    def path(self) -> str:
+        """The buffer's name in the whole model."""
+        return f"{self.module}.{self.name}".lstrip(".")
+
 
 @dataclass(slots=True)
 class Recording:
@@ -166,6 +180,18 @@ class Recording:
     assigned: list[Assign] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)  # modules kept whole, and why
     draws: frozenset[str] = frozenset()  # Python's `random`, `numpy`: from which the forward draws numbers
+
+    @property
+    def output(self) -> fx.Node:
+        """The node that returns."""
+        found: list[fx.Node] = [node for node in self.graph.nodes if node.op == "output"]
+        return found[0]
+
+    @property
+    def names_types(self) -> bool:
+        """Whether a call names a type of real numbers, as `x.to(torch.float32)`: it holds in one precision alone."""
+        given = (leaf for node in self.graph.nodes for leaf in tree_leaves((node.args, node.kwargs)))
+        return any(isinstance(leaf, torch.dtype) and leaf.is_floating_point for leaf in given)
 
     @property
     def reads_values(self) -> bool:
@@ -287,24 +313,10 @@ class _Recorder(TorchFunctionMode):
             self._bind(tensor, graph.placeholder(name))
         kind = example.tensors[0].device.type
         self._device = kind if kind != "meta" else "cpu"
-        original = nn.Module.__call__
-        apply_method: Any = inspect.getattr_static(torch.autograd.Function, "apply")  # of Python, or of C
-        recorder = self
-
-        def function_apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-            return apply_method.__get__(None, function)(*args, **kwargs)
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return recorder._module(module, original, args, kwargs)
-
-        def applied(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-            return recorder._function(function, function_apply, args, kwargs)
-
         with (
             torch.set_grad_enabled(training),
             context(),
-            mock.patch.object(nn.Module, "__call__", call),
-            mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)),
+            calls_intercepted(self._module, self._function),
         ):
             self._ambient = Context.now(self._device)
             self._is_training = training
@@ -320,13 +332,13 @@ class _Recorder(TorchFunctionMode):
 
     # Calls of modules.
 
-    def _module(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = self._paths.get(id(module))
         if self._depth or path is None or (path == "" and self._frames):
             return original(module, *args, **kwargs)
         if self._frames and self._note_draws():
             self._break("draws numbers from Python's or numpy's generator")
-        if module._backward_hooks or module._backward_pre_hooks:
+        if has_backward_hooks(module):
             if not path:
                 raise Untraceable("it has a backward hook", frozenset(self._draws))
             self.recording.whole[path] = "it has a backward hook"
@@ -338,7 +350,7 @@ class _Recorder(TorchFunctionMode):
             return self._as_one(path, module, original, args, kwargs, inside)
         graph = self.recording.graph
         before, opened = len(graph.nodes), len(self._opened)
-        frame = _Frame(path, module, attribute_marks(module), dict(module._buffers), dict(module._parameters))
+        frame = _Frame(path, module, attribute_marks(module), dict(buffers_in(module)), dict(parameters_in(module)))
         self._frames.append(frame)
         self._opened.append(path)
         result = original(module, *args, **kwargs)
@@ -395,9 +407,9 @@ class _Recorder(TorchFunctionMode):
     def _watching_writes(self, args: Any, kwargs: Any) -> Iterator[None]:
         """Note which memory a call changes of what it is given."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_inference()]
-        versions = [tensor._version for tensor in given]
+        versions = [*map(version_of, given)]
         yield
-        changed = [tensor for tensor, version in zip(given, versions, strict=True) if tensor._version != version]
+        changed = [tensor for tensor, version in zip(given, versions, strict=True) if version_of(tensor) != version]
         self._written = frozenset(filter(None, map(_memory, changed)))
 
     def _note_draws(self) -> bool:
@@ -420,9 +432,10 @@ class _Recorder(TorchFunctionMode):
         if changed:
             is_prepared = all(name.endswith("_hooks") or _is_new(frame, name) for name in changed)
             self._break(f"{_PREPARES if is_prepared else 'changes its attribute'} '{changed[0]}'", frame)
-        if {k: id(v) for k, v in frame.module._parameters.items()} != {k: id(v) for k, v in frame.parameters.items()}:
+        now, before = parameters_in(frame.module), frame.parameters
+        if now.keys() != before.keys() or any(now[name] is not held for name, held in before.items()):
             self._break("replaces a parameter", frame)
-        for name, buffer in frame.module._buffers.items():
+        for name, buffer in buffers_in(frame.module).items():
             if buffer is not frame.buffers.get(name):
                 if id(buffer) not in self._nodes:
                     self._break(f"replaces its buffer '{name}' by a tensor of unknown origin", frame)
@@ -474,7 +487,7 @@ class _Recorder(TorchFunctionMode):
         else:
             self._emit("call_function", func, args, kwargs, result)
 
-    def _function(self, function: Any, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _function(self, apply: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """Record an autograd function as one call; torch's own checkpoint is seen from inside."""
         if self._depth or not self._frames or function is checkpoint.CheckpointFunction:
             return apply(function, *args, **kwargs)
@@ -610,7 +623,7 @@ class _Recorder(TorchFunctionMode):
 def _memory(tensor: Tensor) -> int | None:
     """What two tensors that share memory have in common; None for a tensor without such memory."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return memory_of(tensor)
     except (NotImplementedError, RuntimeError):  # a sparse one, or one of a type with its own memory
         return None
 

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from stagewright.torch_internals import TABLES, FakeTensor, FakeTensorMode, buffers_in, parameters_in, version_of
 
 Make = Callable[[Tensor], Tensor]
 Build = Callable[[], nn.Module]
-_TABLES = frozenset(vars(nn.Module())) - {"training"}  # of every module: its hooks, parameters, buffers and modules
+_TABLES = TABLES - {"training"}
 
 
 def twin_of(model: nn.Module, build: Build | None = None) -> nn.Module:
@@ -41,8 +42,8 @@ def twin_of(model: nn.Module, build: Build | None = None) -> nn.Module:
     twin = build()
     parts = dict(model.named_modules(remove_duplicate=False))
     for path, module in twin.named_modules(remove_duplicate=False):
-        module._parameters.update(parts[path]._parameters)
-        module._buffers.update(parts[path]._buffers)
+        parameters_in(module).update(parameters_in(parts[path]))
+        buffers_in(module).update(buffers_in(parts[path]))
     return twin
 
 
@@ -57,7 +58,7 @@ def stand_ins(roots: Sequence[nn.Module], make: Make) -> Iterator[dict[str, Tens
     named: dict[str, Tensor] = {}
     for root in roots:
         for prefix, module in root.named_modules(remove_duplicate=False):
-            for table in (module._parameters, module._buffers):
+            for table in (parameters_in(module), buffers_in(module)):
                 for name, tensor in table.items():
                     if tensor is None:
                         continue
@@ -178,7 +179,7 @@ def attribute_marks(module: nn.Module) -> dict[str, Any]:
 
 def _mark(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return id(value), value._version
+        return id(value), version_of(value)
     if isinstance(value, list | tuple | set | dict):
         items = value.items() if isinstance(value, dict) else value
         return id(value), tuple(id(item) if not isinstance(item, tuple) else tuple(map(id, item)) for item in items)

@@ -12,12 +12,12 @@ from torch import nn
 
 from stagewright.errors import first_line
 from stagewright.model.call import Inputs
+from stagewright.model.pieces import Modes, modes_of
 from stagewright.model.record import Recording, Untraceable, record, record_once
 from stagewright.model.standin import Build, Make, analysing, copied, fake_tensors, stand_ins, twin_of
 
 Context = Callable[[], AbstractContextManager[Any]]
 _CHEAP = 5 * 10**10  # parameters x elements of a sample
-Modes = dict[str, tuple[bool, bool]]  # of each module: whether it trains in training, and in evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,11 @@ class Trace:
     training: Recording
     evaluation: Recording
     modes: Modes
+
+    @property
+    def names_types(self) -> bool:
+        """Whether its code names types, so that it holds in the precision alone that it was recorded in."""
+        return self.training.names_types or self.evaluation.names_types
 
 
 def trace(
@@ -123,14 +128,3 @@ def _trace(twin: nn.Module, example: Inputs, context: Context, make: Make, modes
         training = record(twin, example, training=True, context=context, names=names)
         evaluation = record(twin, example, training=False, context=context, keep=training.whole, names=names)
         return Trace(training, evaluation, modes)
-
-
-def modes_of(model: nn.Module) -> Modes:
-    """The mode of every module after the model's own `train` and `eval`, which may be overridden."""
-    modes: Modes = {}
-    model.eval()
-    evaluation = {path: module.training for path, module in model.named_modules()}
-    model.train()
-    for path, module in model.named_modules():
-        modes[path] = (module.training, evaluation[path])
-    return modes

@@ -5,11 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from stagewright.cluster.placement import Placement, format_placement
 from stagewright.cluster.topology import Device
-from stagewright.config.modes import Mode as Mode
+
+
+class Mode(StrEnum):
+    """Presets of versions: how far a stage's weights may lag."""
+
+    DP = "dp"
+    SYNC = "sync"
+    STALE = "stale"
+    PIPEDREAM = "pipedream"
 
 
 def gradient_buffers(versions: Any, replicas: Any, is_tied: Any = False) -> Any:
@@ -124,7 +133,7 @@ class Plan:
     @property
     def is_synchronous(self) -> bool:
         """Whether every batch sees the last update everywhere."""
-        return self.mode.preset.is_per_batch and all(stage.versions == 1 for stage in self.stages)
+        return self.mode is not Mode.PIPEDREAM and all(stage.versions == 1 for stage in self.stages)
 
     @property
     def decision_delay(self) -> int:
@@ -156,7 +165,7 @@ class Plan:
 
     def with_microbatches(self, microbatches: int) -> Plan:
         """The plan with the same batch in so many microbatches."""
-        rounds = [microbatches if self.mode.preset.is_per_batch else stage.replicas for stage in self.stages]
+        rounds = [stage.replicas if self.mode is Mode.PIPEDREAM else microbatches for stage in self.stages]
         stages = (replace(stage, round=round) for stage, round in zip(self.stages, rounds, strict=True))
         return replace(self, microbatches=microbatches, stages=tuple(stages))
 

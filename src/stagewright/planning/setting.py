@@ -20,7 +20,7 @@ from stagewright.cluster.topology import Cluster, Level, Link, Machine
 from stagewright.config.sections import Config
 from stagewright.errors import UserError, counted
 from stagewright.model.call import Form
-from stagewright.model.cut import Chain
+from stagewright.model.chain import Chain
 from stagewright.plan.estimate import Setting
 from stagewright.plan.plan import Plan
 from stagewright.planning.traced import Tied, tied_by, trace_model
@@ -156,7 +156,9 @@ def planning_setting(config: Config, chain: Chain, placement: Placement) -> Sett
     except UserError:
         return None
     names = [unit.name for unit in setting.tables("cpu", 1).units]
-    return setting if set(names) <= set(chain.units) else None  # traced without storage it has other units
+    if not set(names) <= set(chain.units):  # traced without storage it has other units
+        return None
+    return replace(setting, tied=tied_by(chain))
 
 
 def in_single(form: Form) -> Form:

@@ -24,12 +24,12 @@ from stagewright import model as model_package
 from stagewright.errors import UserError
 from stagewright.files import cache_folder, read_text, write_text
 from stagewright.model.call import Form
-from stagewright.model.cut import Chain
-from stagewright.model.libraries import package_of
+from stagewright.model.chain import Chain
 from stagewright.model.load import build_model, construct, find_entry
+from stagewright.model.networks.libraries import package_of
+from stagewright.model.networks.weights import freeze
+from stagewright.model.networks.zoo import ZOO, Entry
 from stagewright.model.walk import model_errors
-from stagewright.model.weights import freeze
-from stagewright.model.zoo import ZOO, Entry
 from stagewright.objects import is_given
 from stagewright.plan.plan import TiedParameter
 from stagewright.profile import shapes as shapes_module

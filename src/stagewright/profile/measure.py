@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from stagewright.errors import UserError
 from stagewright.model.call import Inputs, differentiable
-from stagewright.model.cut import Chain
+from stagewright.model.chain import Chain
 from stagewright.model.load import build_model
 from stagewright.model.walk import Walk, model_errors, require_output
 from stagewright.profile.profile import Ceilings, Profile, Table, Unit

@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from stagewright.model.call import Form, Inputs
-from stagewright.model.cut import Chain
+from stagewright.model.chain import Chain
 from stagewright.model.walk import Visit, Walk, require_output
 
 _PROBE_SAMPLES = 4

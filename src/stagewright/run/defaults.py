@@ -18,9 +18,9 @@ from stagewright.data.decode import Decoder
 from stagewright.data.sources import ImageSource, Source
 from stagewright.errors import UserError
 from stagewright.hardware.devices import num_devices
-from stagewright.model.configured import Task, saved_weights, suited_model
-from stagewright.model.libraries import Package, package_of
 from stagewright.model.load import find_entry
+from stagewright.model.networks.configured import Task, saved_weights, suited_model
+from stagewright.model.networks.libraries import Package, package_of
 from stagewright.planning.traced import trace_model
 from stagewright.run.plan import USUAL_SAMPLES
 from stagewright.runtime.process.assemble import open_data

@@ -19,7 +19,8 @@ from stagewright.data.sources import Source, cast
 from stagewright.errors import UserError, did_you_mean, first_line, within_memory
 from stagewright.events import Score
 from stagewright.metrics import Criterion, metric_values
-from stagewright.model.cut import Piece, tied_parameters
+from stagewright.model.chain import tied_parameters
+from stagewright.model.pieces import Piece
 from stagewright.model.load import is_ours
 from stagewright.model.loss import Loss, Measured, Watched, logits_of
 from stagewright.model.probe import Given, Measure, Probe, probe

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stagewright.config.sections import Config
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError
-from stagewright.model.cut import Piece
+from stagewright.model.pieces import Piece
 from stagewright.runtime.checkpoint.folder import Checkpoint
 from stagewright.runtime.checkpoint.format import EMA, FROZEN, MASTER
 from stagewright.runtime.process.assemble import open_model

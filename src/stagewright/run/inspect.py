@@ -16,12 +16,12 @@ from stagewright.config.toml import FIXED, make_config
 from stagewright.data.sources import cast
 from stagewright.errors import UserError, counted
 from stagewright.model.call import Form, Inputs
-from stagewright.model.cut import Chain, Way
+from stagewright.model.chain import Chain, Way
 from stagewright.model.load import start_model
+from stagewright.model.networks.weights import Start
 from stagewright.model.probe import Given
 from stagewright.model.prove import SAMPLES, Differs, Proof, first_proven, prove
 from stagewright.model.walk import Walk, model_errors
-from stagewright.model.weights import Start
 from stagewright.planning.traced import form_of
 from stagewright.profile.shapes import run_units
 from stagewright.run.defaults import resolve_model
@@ -105,7 +105,7 @@ def inspect_model(
 
     refused: str | None = None
     try:
-        chain, cuts, proof = first_proven(lambda way: Chain(model, example, way=way, build=build), attempt)
+        chain, cuts, proof = first_proven(Chain(model, example, build=build), attempt)
     except Differs as error:
         chain, cuts, proof, refused = tried[0], _cuts(tried[0], cut, stages), None, str(error)
     whole = dict(chain.trace.training.whole) if chain.trace else {}

@@ -24,12 +24,12 @@ from stagewright.data.sources import Fields, Source, cast
 from stagewright.errors import UserError, did_you_mean, within_memory
 from stagewright.hardware.devices import with_devices
 from stagewright.model.call import Inputs
-from stagewright.model.cut import Chain, Way
+from stagewright.model.chain import Chain, Way
 from stagewright.model.load import is_ours, start_model
 from stagewright.model.loss import IGNORED, LossOptions
+from stagewright.model.networks.weights import Start
 from stagewright.model.probe import Given
 from stagewright.model.prove import SAMPLES
-from stagewright.model.weights import Start
 from stagewright.objects import shown
 from stagewright.plan.plan import Plan
 from stagewright.run.defaults import few_images, is_open, resolve_model, with_sizes, with_split
@@ -97,10 +97,6 @@ class Opening:
         """The model as its author's factory builds it, in single precision on the CPU."""
         return open_model(replace(self.config, run=replace(self.config.run, precision="fp32", device="cpu")))
 
-    def chain_by(self, way: Way | None) -> Chain:
-        """The model as it is cut in this way."""
-        return self.chain if way is None else _chain(self.config, self.chain.model, self.chain.example, way)
-
 
 def open_run(config: Config, voice: Voice = SILENT, *, is_scripted: bool = False) -> Opening:
     """Resolve the device, the data, the model and the batch, and open data and model.
@@ -149,22 +145,17 @@ def _opened(config: Config, resume: Resume | None, voice: Voice, *, is_scripted:
         binding = bind(model, tuple(few), source, config)
         loss = loss_options(config, source, val, few)
         way = None if resume or not _is_uncut(config) else Way.WHOLE
-        chain = _chain(config, model, binding.given(few).inputs, way)
+        chain = Chain(
+            model,
+            binding.given(few).inputs,
+            context=precision.forward_context,
+            device=config.run.device,
+            way=way,
+            build=partial(open_model, config),
+            is_plain=is_ours(config.model.name),
+        )
         groups = resolve_groups(model, config.optimizer)
     return Opening(config, source, val, binding, loss, precision, chain, weights, groups, resume, is_scripted)
-
-
-def _chain(config: Config, model: nn.Module, example: Inputs, way: Way | None) -> Chain:
-    precision = make_precision(config.run.precision, config.run.device)
-    return Chain(
-        model,
-        example,
-        context=precision.forward_context,
-        device=config.run.device,
-        way=way,
-        build=partial(open_model, config),
-        is_plain=is_ours(config.model.name),
-    )
 
 
 def _is_uncut(config: Config) -> bool:

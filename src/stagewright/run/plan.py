@@ -26,7 +26,7 @@ from stagewright.hardware.devices import default_device, default_precision, num_
 from stagewright.hardware.host import num_cores
 from stagewright.metrics import format_rate
 from stagewright.model.call import Form
-from stagewright.model.cut import Chain
+from stagewright.model.chain import Chain
 from stagewright.plan.estimate import Setting
 from stagewright.plan.make import make_plan, require_divisible
 from stagewright.plan.plan import Mode, Plan
@@ -39,7 +39,6 @@ from stagewright.planning.traced import TracedModel, form_of, rate_of, trace_mod
 from stagewright.profile.profile import Profile, read_profile
 from stagewright.profile.shapes import Shape
 from stagewright.run.profile import CORE_RATE, Subject, profile_here
-from stagewright.voice import Voice
 
 Progress = Callable[[str], None]
 USUAL_SAMPLES = 32  # of a batch, a device
@@ -116,7 +115,7 @@ def search(options: Any, asked: Asked, progress: Progress, modes: Sequence[str] 
         microbatches=options.microbatches,
         staleness=options.staleness,
         synchronous=modes is None and is_for_train(options, asked),
-        voice=Voice(progress=progress),
+        progress=progress,
     )
 
 

@@ -30,9 +30,10 @@ from stagewright.data.order import Order
 from stagewright.errors import UserError, counted, did_you_mean, first_line
 from stagewright.hardware.host import num_cores
 from stagewright.model.call import Form
-from stagewright.model.cut import Chain, Piece, Way
+from stagewright.model.chain import Chain, Way
+from stagewright.model.networks.weights import count_frozen
+from stagewright.model.pieces import Piece
 from stagewright.model.prove import Proof, first_proven, prove
-from stagewright.model.weights import count_frozen
 from stagewright.objects import load_callable
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
@@ -195,7 +196,7 @@ def _tried(opening: Opening, started: _Started, voice: Voice) -> Job:
     """The job of an opening but for its folder: planned and proven, and its stages run once."""
     voice.progress("making the plan and proving its cut")
     cluster = cluster_of(opening.config) if started.world is None else ANYWHERE  # the launcher has chosen the machines
-    opening, plan, proof = first_proven(opening.chain_by, partial(_proven, opening, cluster, voice))
+    opening, plan, proof = first_proven(opening.chain, partial(_proven, opening, cluster, voice))
     voice.progress("trying the stages on a few samples")
     config, chain, order = opening.config, opening.chain, opening.order(plan)
     require_devices(config, plan, voice)
@@ -276,7 +277,7 @@ def _planned(opening: Opening, cluster: Cluster, chain: Chain, voice: Voice) -> 
         )
         if config.plan.file is not None:
             config = replace(config, plan=resolved_options(config.plan, plan))
-        config = replace(config, plan=replace(config.plan, mode=plan.mode, batch=plan.batch))
+        config = replace(config, plan=replace(config.plan, mode=plan.mode.value, batch=plan.batch))
     warn_about_lag(config, plan, voice.warn)
     return config, with_agreement(config, plan)
 

@@ -31,9 +31,9 @@ from stagewright.hardware.devices import default_device, default_precision, requ
 from stagewright.hardware.host import num_cores
 from stagewright.hardware.meters import busy_seconds
 from stagewright.model.call import Form
-from stagewright.model.configured import version_of
-from stagewright.model.libraries import package_of
 from stagewright.model.load import find_entry
+from stagewright.model.networks.configured import version_of
+from stagewright.model.networks.libraries import package_of
 from stagewright.objects import is_given, shown
 from stagewright.planning.traced import form_of, meta_model, trace_model
 from stagewright.profile.measure import Workload, measure, sample_sizes

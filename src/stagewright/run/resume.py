@@ -13,7 +13,7 @@ from stagewright.config.fits import Facts, check_fits
 from stagewright.config.sections import Config
 from stagewright.config.toml import Tables, config_within_bounds, keys_of, make_config
 from stagewright.errors import UserError
-from stagewright.model.cut import Chain, Way
+from stagewright.model.chain import Chain, Way
 from stagewright.model.prove import Differs
 from stagewright.objects import shown
 from stagewright.plan.plan import Plan

@@ -15,11 +15,11 @@ from stagewright.config.sections import Config
 from stagewright.data.order import Order
 from stagewright.events import Best
 from stagewright.metrics import LOSS, Criterion, Unit
-from stagewright.model.cut import Way
+from stagewright.model.chain import Way
 from stagewright.model.loss import LossOptions
+from stagewright.model.networks.weights import Start
 from stagewright.model.probe import Probe
 from stagewright.model.prove import Proof
-from stagewright.model.weights import Start
 from stagewright.plan.plan import Plan
 
 _DEFAULT_RESTARTS = 3

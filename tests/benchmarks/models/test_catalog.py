@@ -12,9 +12,9 @@ from benchmarks.models.configured import CLASSES, texts
 from benchmarks.models.plain import Cut
 from benchmarks.models.run import BAR, build, compare, cut_for, example_of, find_cut, options_of, task_of
 from stagewright.config.toml import FIXED, make_config
-from stagewright.model.cut import Chain, Way
-from stagewright.model.libraries import is_installed
+from stagewright.model.chain import Chain, Way
 from stagewright.model.load import build_model
+from stagewright.model.networks.libraries import is_installed
 from stagewright.run.defaults import resolve_model
 from tests.marks import nightly
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.cli.main import main
-from stagewright.model.libraries import import_library, is_installed
+from stagewright.model.networks.libraries import import_library, is_installed
 from tests.docs import ROOT, Block, blocks, commands
 
 EXAMPLE = "texts"

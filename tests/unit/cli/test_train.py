@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stagewright.cli.main import main
-from stagewright.model.zoo import build
+from stagewright.model.networks.zoo import build
 from stagewright.runtime.process.emulate import Emulation
 from tests.commands import fails
 

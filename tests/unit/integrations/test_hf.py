@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from stagewright.errors import UserError
-from stagewright.model.libraries import import_library, is_installed
+from stagewright.model.networks.libraries import import_library, is_installed
 from tests.examples import module
 from tests.marks import nightly
 

@@ -10,9 +10,9 @@ import torch
 
 from stagewright.api.training import train
 from stagewright.errors import UserError
-from stagewright.model.configured import Configured, Task, saved_weights, suited_model, version_of
-from stagewright.model.libraries import import_library, is_installed
 from stagewright.model.load import build_model, find_entry, start_model
+from stagewright.model.networks.configured import Configured, Task, saved_weights, suited_model, version_of
+from stagewright.model.networks.libraries import import_library, is_installed
 
 pytestmark = [
     pytest.mark.skipif(not is_installed("transformers"), reason="transformers is not installed"),

@@ -5,21 +5,20 @@ from types import SimpleNamespace
 import pytest
 
 from stagewright.errors import UserError
-from stagewright.model.cut import Way
+from stagewright.model.chain import Way
 from stagewright.model.prove import Differs, first_proven
 
 
 class Ways:
-    """Makes chains of ways, of which a model may lack some, and notes which are tried."""
+    """Chains of all ways, of which a model may lack some; notes which are tried."""
 
     def __init__(self, default: Way, *missing: Way) -> None:
         self.default = default
         self.missing = missing
         self.tried: list[Way] = []
 
-    def chain_by(self, way: Way | None) -> SimpleNamespace:
-        wanted = way or self.default
-        return SimpleNamespace(way=Way.WHOLE if wanted in self.missing else wanted)
+    def by(self, way: Way) -> SimpleNamespace:
+        return SimpleNamespace(way=Way.WHOLE if way in self.missing else way, by=self.by)
 
     def run(self, **errors: UserError) -> Way:
         def attempt(chain: SimpleNamespace) -> Way:
@@ -28,7 +27,7 @@ class Ways:
                 raise error
             return Way(chain.way)
 
-        return first_proven(self.chain_by, attempt)  # type: ignore[arg-type]
+        return first_proven(self.by(self.default), attempt)  # type: ignore[arg-type]
 
 
 def test_takes_the_default_way_where_it_is_proven() -> None:

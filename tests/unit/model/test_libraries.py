@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from stagewright.errors import UserError
-from stagewright.model import libraries
-from stagewright.model.libraries import Package, built, import_library, is_installed, package_of
 from stagewright.model.load import build_model, find_entry
+from stagewright.model.networks import libraries
+from stagewright.model.networks.libraries import Package, built, import_library, is_installed, package_of
 from stagewright.planning.traced import form_of, meta_model
 from tests.marks import nightly
 from tests.waiting import LONG
@@ -47,7 +47,9 @@ def test_names_of_packages_are_known_by_the_word_in_front() -> None:
 def test_timm_imports_torchvision_in_a_new_process() -> None:
     if not is_installed("timm"):
         pytest.skip("timm is not installed")
-    script = "from stagewright.model.libraries import import_library; print(import_library('timm.models').__name__)"
+    script = (
+        "from stagewright.model.networks.libraries import import_library; print(import_library('timm.models').__name__)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LONG)
     assert done.stdout.split() == ["timm.models"], done.stderr
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.model.call import Inputs
-from stagewright.model.cut import Chain, whole_piece
+from stagewright.model.chain import Chain
 from stagewright.model.loss import Measured
+from stagewright.model.pieces import whole_piece
 from stagewright.model.probe import Given, probe
 from tests import models
 from tests.parity import build

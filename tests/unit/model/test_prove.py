@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 from torch.nn.functional import dropout, leaky_relu
 
 from stagewright.errors import UserError
-from stagewright.model import blocks, cut, prove, record, trace
-from stagewright.model.cut import Chain, Way
+from stagewright.model import blocks, prove, record, slice, trace
+from stagewright.model.chain import Chain, Way
 from stagewright.model.prove import Differs, Proof
 from stagewright.model.record import Assign, Recording
 
@@ -513,7 +513,7 @@ def in_parts(change: Callable[[fx.Graph, fx.Node], None]) -> Fault:
     """Change what every stage but the last returns."""
 
     def put_in(patch: Patch, hits: Hits) -> None:
-        original = cut._Slice.part
+        original = slice._Slice.part
 
         def faulty(self: Any, own: Any, inputs: Any, outputs: Any) -> Any:
             part = original(self, own, inputs, outputs)
@@ -526,7 +526,7 @@ def in_parts(change: Callable[[fx.Graph, fx.Node], None]) -> Fault:
                 hits.count += 1
             return part
 
-        patch.setattr(cut._Slice, "part", faulty)
+        patch.setattr(slice._Slice, "part", faulty)
 
     return put_in
 
@@ -575,8 +575,8 @@ def lose_live_value(original: Any) -> Any:
 def another_stage_evaluates(original: Any) -> Any:
     """Stage 0 evaluates the second block too, whose parameters it never trains."""
 
-    def faulty(model: nn.Module, units: Any, cuts: Any, homes: Any) -> list[int]:
-        first, bound, last = original(model, units, cuts, homes)
+    def faulty(units: Any, uses: Any, cuts: Any, homes: Any) -> list[int]:
+        first, bound, last = original(units, uses, cuts, homes)
         return [first, bound + 2, last]
 
     return faulty
@@ -672,7 +672,7 @@ FAULTS = {
     "a module runs twice": Case(Normed, in_recording(repeat("norm"))),
     "an assignment of a buffer is skipped": Case(Averaging, in_recording(skip_assignments)),
     "a buffer gets another value": Case(Averaging, in_recording(assign_the_old)),
-    "an assigned buffer stays what it was": Case(Averaging, replaced(cut.Assigner, "forward", nothing)),
+    "an assigned buffer stays what it was": Case(Averaging, replaced(slice.Assigner, "forward", nothing)),
     "a change in place of a buffer is dropped": Case(
         lambda: Averaging(assigns=False), in_recording(drop("copy_"), evaluation=False)
     ),
@@ -694,10 +694,10 @@ FAULTS = {
     "boundary values are swapped": Case(Skipping, in_parts(swap_values)),
     "boundary values are detached": Case(Stack, in_parts(detach_values)),
     "boundary values are rounded": Case(Stack, in_parts(round_values)),
-    "a boundary value is lost": Case(Skipping, replaced(cut, "_live", lose_live_value)),
-    "another stage evaluates": Case(Stack, replaced(cut, "_evaluation_bounds", another_stage_evaluates)),
-    "a tie is lost": Case(Tied, replaced(cut, "_attribute", copies)),
-    "a parameter is frozen": Case(Stack, replaced(cut, "_attribute", frozen)),
+    "a boundary value is lost": Case(Skipping, replaced(slice, "_live", lose_live_value)),
+    "another stage evaluates": Case(Stack, replaced(slice, "evaluation_bounds", another_stage_evaluates)),
+    "a tie is lost": Case(Tied, replaced(slice, "_attribute", copies)),
+    "a parameter is frozen": Case(Stack, replaced(slice, "_attribute", frozen)),
     "modes are not the author's": Case(FrozenNorm, replaced(trace, "modes_of", all_train)),
     "block stages restore nothing": Case(Blocks, replaced(blocks, "_restorer", restores_nothing), **BETWEEN),  # type: ignore[arg-type]
     "block stages restore no buffers": Case(

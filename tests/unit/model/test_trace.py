@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stagewright.model import record
 from stagewright.model.call import Inputs
-from stagewright.model.cut import Chain, Way
+from stagewright.model.chain import Chain, Way
 from stagewright.model.prove import Differs, prove
 from stagewright.model.standin import is_fake
 

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.models.plain import Cut, Outcome, Task, difference, train
 from benchmarks.models.run import cut_for, run
 from stagewright.errors import RunFailed, UserError
-from stagewright.model.cut import Chain, Way
+from stagewright.model.chain import Chain, Way
 from stagewright.model.load import build_model
 from tests.traits import TRAITS, Expected, Trait
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stagewright.errors import UserError
 from stagewright.model.load import build_model, start_model
-from stagewright.model.weights import digest_of, freeze, load_weights, require_same, weight_files
+from stagewright.model.networks.weights import digest_of, freeze, load_weights, require_same, weight_files
 
 Tensors = dict[str, Tensor]
 

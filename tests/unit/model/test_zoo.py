@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from stagewright.model import zoo
-from stagewright.model.cut import Chain, Way
-from stagewright.model.libraries import import_library, is_installed
+from stagewright.model.chain import Chain, Way
+from stagewright.model.networks import zoo
 from stagewright.model.networks.convnext import StochasticDepth
 from stagewright.model.networks.language import BERT, GPT
+from stagewright.model.networks.libraries import import_library, is_installed
 from stagewright.planning.traced import trace_model
 from tests.marks import daily
 

@@ -19,7 +19,7 @@ from stagewright.cluster.topology import ANYWHERE, Cluster
 from stagewright.config.sections import PlanConfig
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError
-from stagewright.model.cut import Chain
+from stagewright.model.chain import Chain
 from stagewright.plan.estimate import Setting
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
@@ -32,7 +32,7 @@ from stagewright.planning.build import (
     warn_about_waiting,
     with_agreement,
 )
-from stagewright.planning.climb import bubble_in, least_lag
+from stagewright.planning.planner import bubble_in, least_lag
 from stagewright.planning.setting import make_setting
 from stagewright.planning.simulate import StageCosts, balanced_costs, steady
 from stagewright.planning.traced import trace_model
@@ -133,7 +133,7 @@ def test_warns_about_microbatches_that_leave_devices_idle(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"mode": "pipedream", "placement": "0:0.0:1"}, "fp16 .*dp, sync, stale, .* pipedream"),
+        ({"mode": "pipedream", "placement": "0:0.0:1"}, "fp16 .*sync, stale and dp.* pipedream"),
         ({"placement": "0:0-3.0:4", "microbatches": 2}, "a microbatch for each of the 4 replicas, but a batch has 2"),
     ],
 )

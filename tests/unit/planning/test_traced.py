@@ -7,8 +7,8 @@ import os
 import pytest
 
 from stagewright.errors import UserError
-from stagewright.model.cut import Chain
-from stagewright.model.zoo import ZOO
+from stagewright.model.chain import Chain
+from stagewright.model.networks.zoo import ZOO
 from stagewright.planning import traced
 from stagewright.planning.traced import form_of, meta_model, shapes_text, shipped_shapes, trace_model
 from stagewright.profile.shapes import meta_example, trace_shapes

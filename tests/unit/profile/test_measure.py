@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from stagewright.model.cut import Chain
+from stagewright.model.chain import Chain
 from stagewright.profile.measure import Clock, Workload, build_workload, measure, sample_sizes, time_units
 from stagewright.run.profile import measure_profile
 

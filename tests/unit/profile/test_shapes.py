@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stagewright.model.cut import Chain
+from stagewright.model.chain import Chain
 from stagewright.planning.traced import trace_model
 from stagewright.profile.shapes import Kind, Shape, trace_shapes
 from tests.models import residual

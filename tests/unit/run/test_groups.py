@@ -11,7 +11,7 @@ from torch import nn
 from stagewright.config.groups import Group, read_groups
 from stagewright.config.sections import OptimizerConfig
 from stagewright.errors import UserError
-from stagewright.model import zoo
+from stagewright.model.networks import zoo
 from stagewright.run.groups import layers_after, resolve_groups
 from tests import models
 

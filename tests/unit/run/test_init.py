@@ -15,7 +15,7 @@ from stagewright.cli.main import main
 from stagewright.config.sections import Config
 from stagewright.config.toml import make_config
 from stagewright.errors import UserError
-from stagewright.model.libraries import is_installed
+from stagewright.model.networks.libraries import is_installed
 from stagewright.run.defaults import resolve_model
 from stagewright.run.prepare import prepare
 from stagewright.runtime.checkpoint.folder import checkpoints_folder

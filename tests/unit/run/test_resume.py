@@ -18,7 +18,7 @@ import stagewright
 from stagewright.cli.main import main
 from stagewright.errors import Interrupted
 from stagewright.events import ShareSaved
-from stagewright.model.cut import Chain
+from stagewright.model.chain import Chain
 from stagewright.model.prove import Differs
 from stagewright.run.folder import run_lock
 from stagewright.run.prepare import prepare

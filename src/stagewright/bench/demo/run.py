@@ -31,7 +31,7 @@ from stagewright.cluster.placement import format_placement
 from stagewright.cluster.topology import Cluster, Link, Machine
 from stagewright.config.toml import make_config
 from stagewright.metrics import Span, Timeline
-from stagewright.model.zoo import ZOO
+from stagewright.model.networks.zoo import ZOO
 from stagewright.plan.estimate import Setting
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from stagewright.model.zoo import build
+from stagewright.model.networks.zoo import build
 
 SEED, CLASSES, RATE, MOMENTUM = 5, 10, 0.05, 0.9
 PER_MICROBATCH = 4

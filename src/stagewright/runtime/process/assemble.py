@@ -20,11 +20,12 @@ from stagewright.data.pool import Decode, LoaderOptions
 from stagewright.data.sources import ImageOptions, ImageSource, Source, open_source
 from stagewright.events import Emit, Replaced, Skipped
 from stagewright.model.call import Inputs
-from stagewright.model.cut import Chain, Piece, Way, whole_piece
+from stagewright.model.chain import Chain, Way
 from stagewright.model.load import build_model, convert, find_entry, is_ours, make_deterministic
 from stagewright.model.loss import TARGETS, Loss
+from stagewright.model.networks.weights import freeze, load_weights, require_same
+from stagewright.model.pieces import Piece, whole_piece
 from stagewright.model.probe import Probe, Value
-from stagewright.model.weights import freeze, load_weights, require_same
 from stagewright.objects import is_given, load_callable, load_object
 from stagewright.plan.plan import Plan, Stage
 from stagewright.runtime.comm.boundary import Exchange, FormatOptions

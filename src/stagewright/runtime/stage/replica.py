@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from stagewright.model.call import call
-from stagewright.model.cut import Piece
 from stagewright.model.loss import Loss, LossError, Measured
+from stagewright.model.pieces import Piece
 from stagewright.model.standin import unchanged_state
 from stagewright.plan.plan import Stage
 from stagewright.runtime.comm.boundary import Activations, Exchange, FormatOptions, Gradients

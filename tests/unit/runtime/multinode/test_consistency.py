@@ -13,7 +13,7 @@ from torch import nn
 
 from stagewright import objects
 from stagewright.config.sections import options
-from stagewright.model.weights import Start
+from stagewright.model.networks.weights import Start
 from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.consistency import consistency_values, first_difference
 from tests.parity import Case, make_job

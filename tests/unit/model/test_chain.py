@@ -7,7 +7,7 @@ import torch
 
 from stagewright.cluster.catalog import shipped
 from stagewright.model.call import Form
-from stagewright.model.cut import Chain, tied_parameters
+from stagewright.model.chain import Chain, tied_parameters
 from stagewright.profile.analytic import analytic_table
 from stagewright.profile.shapes import meta_example, trace_shapes
 from tests import models

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from stagewright.errors import UserError, did_you_mean, first_line, is_out_of_memory
-from stagewright.model.zoo import Entry
+from stagewright.model.networks.zoo import Entry
 
 USUAL_SIDE = 224
 _USUAL_CLASSES = 1000

@@ -19,9 +19,9 @@ from torch import nn
 
 from stagewright.errors import UserError, did_you_mean, first_line
 from stagewright.files import read_text
-from stagewright.model.libraries import USUAL_SIDE, Package, built, import_library, normalization, package_of
-from stagewright.model.weights import has_weights, weight_files
-from stagewright.model.zoo import Entry
+from stagewright.model.networks.libraries import USUAL_SIDE, Package, built, import_library, normalization, package_of
+from stagewright.model.networks.weights import has_weights, weight_files
+from stagewright.model.networks.zoo import Entry
 
 _CONFIG = "config.json"
 _PREPROCESSOR = "preprocessor_config.json"
