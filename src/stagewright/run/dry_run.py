@@ -20,9 +20,9 @@ from stagewright.errors import UserError, did_you_mean, first_line, within_memor
 from stagewright.events import Score
 from stagewright.metrics import Criterion, metric_values
 from stagewright.model.chain import tied_parameters
-from stagewright.model.pieces import Piece
 from stagewright.model.load import is_ours
 from stagewright.model.loss import Loss, Measured, Watched, logits_of
+from stagewright.model.pieces import Piece
 from stagewright.model.probe import Given, Measure, Probe, probe
 from stagewright.model.prove import keeps_state
 from stagewright.plan.plan import Plan
