@@ -22,7 +22,6 @@ from stagewright.run.prepare import prepare
 from stagewright.runtime.checkpoint.save import flats_of
 from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.log import Ledger
-from stagewright.runtime.stage.worker import Worker
 
 LIMIT = 1.5  # times the time to copy the state
 REPEATS = 11
@@ -47,25 +46,26 @@ def measure(progress: Callable[[str], None]) -> Outcome:
         ).job
         saved: list[Record] = []
         with Ledger(job, saved.append) as ledger:
-            (worker,) = Emulation(job, ledger.handle).workers
-            series = _take_turns(worker, progress)
-            state = sum(flat.nbytes for _, flat in flats_of(worker.replicas[0]))
+            emulation = Emulation(job, ledger.handle)
+            series = _take_turns(emulation, progress)
+            state = sum(flat.nbytes for _, flat in flats_of(emulation.workers[0].replicas[0]))
     return make_outcome(series, state, next(record.bytes for record in saved if isinstance(record, Saved)))
 
 
-def _take_turns(worker: Worker, progress: Callable[[str], None]) -> dict[str, list[float]]:
+def _take_turns(emulation: Emulation, progress: Callable[[str], None]) -> dict[str, list[float]]:
     """Seconds per repeat."""
+    (worker,) = emulation.workers
     state = [flat for _, flat in flats_of(worker.replicas[0])]
     buffers = [torch.empty_like(flat).fill_(0) for flat in state]
     series: dict[str, list[float]] = {"stops": [], "copies": [], "quiet": [], "writing": []}
     for repeat in range(REPEATS + 1):
         progress(f"checkpoint {repeat} of {REPEATS}")
         is_copy_first = repeat % 2 == 0
-        times = {"quiet": _timed(_train, worker, 2 * repeat)}
+        times = {"quiet": _timed(_train, emulation, 2 * repeat)}
         if is_copy_first:
             times["copies"] = _timed(_copy, state, buffers)
         times["stops"] = _timed(worker.saver.save, 2 * repeat + 1)
-        times["writing"] = _timed(_train, worker, 2 * repeat + 1)
+        times["writing"] = _timed(_train, emulation, 2 * repeat + 1)
         worker.saver.close()
         if not is_copy_first:
             times["copies"] = _timed(_copy, state, buffers)
@@ -75,9 +75,8 @@ def _take_turns(worker: Worker, progress: Callable[[str], None]) -> dict[str, li
     return series
 
 
-def _train(worker: Worker, batch: int) -> None:
-    for pending in worker.train(range(batch, batch + 1)):
-        pending.wait()
+def _train(emulation: Emulation, batch: int) -> None:
+    emulation.finish(lambda worker: worker.train(range(batch, batch + 1)))
 
 
 def _copy(state: list[Tensor], buffers: list[Tensor]) -> None:

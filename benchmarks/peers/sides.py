@@ -115,7 +115,7 @@ class Unconnected(Stagewright):
 
     def __init__(self, job: Job, rank: int, meeting: Path) -> None:
         super().__init__(job, rank, meeting)
-        for replica in self._worker.replicas.values():
+        for replica in self._session.workers[0].replicas.values():
             own = replica.exchange
             own.activations_from = {peer: _NoInbox(inbox, self._device) for peer, inbox in own.activations_from.items()}
             own.gradients_from = {peer: _NoInbox(inbox, self._device) for peer, inbox in own.gradients_from.items()}

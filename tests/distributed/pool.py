@@ -1,6 +1,6 @@
 """A pool of gloo ranks, started once per test session, that run one job after another.
 
-    pytest ─ job ─► queue of each rank in a TCPStore ─► run_rank ─► events, done or failed ─► one queue ─► pytest
+    pytest ─ job ─► queue of each rank in a TCPStore ─► Rank ─► events, done or failed ─► one queue ─► pytest
 
 The ranks are forks of a server that has already imported torch. They end with pytest, however that ends.
 """
@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from stagewright.events import Event, Failure, Finished, decode, encode
 from stagewright.runtime.job import Job
-from stagewright.runtime.process.rank import run_rank, state_file
+from stagewright.runtime.process.rank import Rank, state_file
 from tests.parity import Run
 from tests.waiting import LONG
 
@@ -125,7 +125,7 @@ def _serve(rank: int, port: int, folder: str) -> None:
 
         try:
             own = dist.PrefixStore(f"{token}/run", store)
-            run_rank(Job.load(Path(path)), rank, own, emit, dist.PrefixStore(f"{token}/control", control))
+            Rank(Job.load(Path(path)), rank, own, dist.PrefixStore(f"{token}/control", control), emit).run()
         except BaseException as error:
             emit(Failure(rank, type(error).__name__, str(error), traceback=traceback.format_exc()))
 

@@ -68,10 +68,10 @@ from stagewright.run.script import (
 from stagewright.runtime.checkpoint.folder import checkpoints_folder
 from stagewright.runtime.job import Evaluation
 from stagewright.runtime.process.assemble import ScriptParts, open_data
+from stagewright.runtime.process.session import Session, last_begun
 from stagewright.runtime.script.feed import Batches
 from stagewright.runtime.script.rank import ScriptRank, is_rank
 from stagewright.runtime.script.rates import Panel, ScriptRates
-from stagewright.runtime.script.session import Session, Stopped, last_begun
 from stagewright.runtime.stage.equality import hash_of
 from stagewright.runtime.stage.own_optimizer import build_own
 from stagewright.runtime.stage.scores import make_scorer
@@ -264,12 +264,10 @@ class Engine:
         key = (source.fingerprint, len(source), text)
         if key not in self._probes:
             self._probes[key] = evaluation_of(job, source, make_scorer(text, job.loss).probe)
-        return session.evaluate(
-            self._probes[key],
-            evaluation_loader(session, source),
-            partial(make_scorer, text, job.loss),
-            partial(self._ranks.exchange, session.done),
-        )
+        loader = evaluation_loader(session, source)
+        evaluated = session.evaluate(self._probes[key], partial(make_scorer, text, job.loss), loader)
+        assert evaluated is not None
+        return evaluated
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the weights to a safetensors file, by the names of the model's state_dict; the main process does it."""
@@ -407,8 +405,7 @@ class Engine:
                 self._position = done.batch + 1
                 yield step
                 self._advance_rates(done.batch + 1)
-        except Stopped:
-            self._stop()
+            self._stop_if_asked(session)
         finally:
             training.close()  # type: ignore[attr-defined]
             self._position = session.done
@@ -442,15 +439,13 @@ class Engine:
         return Batches(ranks.job, session.done, source, loads=loads_samples(session), tell=tell)
 
     def _run_feed(self) -> None:
-        assert self._stepping is not None
-        try:
-            for done in self._stepping:
-                if done is None:
-                    return
-                step = Step(done.batch, self._epochs, self._rate(done.batch), done.loss, is_replayed=False)
-                self._seen[done.batch] = step
-        except Stopped:
-            self._stop()
+        assert self._stepping is not None and self._session is not None
+        for done in self._stepping:
+            if done is None:
+                return
+            step = Step(done.batch, self._epochs, self._rate(done.batch), done.loss, is_replayed=False)
+            self._seen[done.batch] = step
+        self._stop_if_asked(self._session)
 
     def _newest(self, given: int) -> Step | None:
         """The newest step that every rank has finished once batch `given` is begun."""
@@ -486,12 +481,13 @@ class Engine:
         if loop is not None:
             loop.close()  # type: ignore[attr-defined]
 
-    def _stop(self) -> None:
-        """The run was asked to stop, and its checkpoint is saved: the script ends here."""
-        assert self._ranks is not None
-        self._is_closed = True
-        self._ranks.close(is_stopped=True)
-        raise SystemExit(0)
+    def _stop_if_asked(self, session: Session) -> None:
+        """Where the run was asked to stop, and its checkpoint is saved, the script ends."""
+        if session.is_stopped:
+            assert self._ranks is not None
+            self._is_closed = True
+            self._ranks.close()
+            raise SystemExit(0)
 
     # --- Rates --------------------------------------------------------------------------------------------------------
 
@@ -542,6 +538,7 @@ class Engine:
         self._compare_model()
         hyperparameters = None if self._rates is None else self._rates.panel.of
         self._session = self._ranks.open(ScriptParts(hyperparameters, keeps_model=True))
+        self._session.begin()
         self._taken = self._facts()
         return self._session
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,25 +27,20 @@ from stagewright.data.loader import Loader, make_loaders
 from stagewright.data.order import AugmentSeed, EvaluationSampler, Indices, Order, ReplicaSlice
 from stagewright.data.sources import Source
 from stagewright.errors import Interrupted, RunFailed, UserError, printable
-from stagewright.events import Score, Scored
 from stagewright.report.live.terminal import say
 from stagewright.run.folder import run_lock
 from stagewright.run.opening import Opening
 from stagewright.run.prepare import prepare
 from stagewright.run.resume import resumed_run
 from stagewright.run.train import Host, headline, hosted, run, write_report, write_start
-from stagewright.runtime.checkpoint.folder import open_checkpoint
 from stagewright.runtime.checkpoint.history import History, read_history
-from stagewright.runtime.checkpoint.load import restore
-from stagewright.runtime.checkpoint.save import DiskSaver
-from stagewright.runtime.comm.device import Device, open_device
-from stagewright.runtime.comm.memory import Memory, MemoryNetwork
 from stagewright.runtime.job import Job
-from stagewright.runtime.process.assemble import ScriptParts, assemble, loader_options
+from stagewright.runtime.process.assemble import ScriptParts, loader_options
+from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.external import find_rank
-from stagewright.runtime.process.torch_flags import keep_freed_memory, preserved_flags, set_flags
+from stagewright.runtime.process.session import Session
+from stagewright.runtime.process.torch_flags import keep_freed_memory, preserved_flags
 from stagewright.runtime.script.feed import Batches, BatchLoader
-from stagewright.runtime.script.session import Session
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.voice import Voice
 
@@ -64,9 +59,8 @@ class Ranks(Protocol):
     def is_main(self) -> bool: ...
     def open(self, script: ScriptParts) -> Session: ...
     def call(self, what: str, where: str, contents: str = "") -> None: ...
-    def exchange(self, batch: int, scores: Mapping[int, Score]) -> Mapping[int, Score]: ...
     def save(self, write: WriteStates) -> None: ...
-    def close(self, *, is_stopped: bool = False) -> None: ...
+    def close(self) -> None: ...
 
 
 def launch_script(given: Config | Opening) -> NoReturn:
@@ -140,37 +134,21 @@ class Alone:
         return True
 
     def open(self, script: ScriptParts) -> Session:
-        job, memory = self.job, Memory()
+        job, ledger = self.job, self._host.ledger
         self._stack.enter_context(preserved_flags([0] if job.config.run.device == "cuda" else []))
         torch.set_num_threads(job.config.run.threads or 1)
-        device: Device = open_device(job.config.run.device, job.plan.devices[0].index, share=True)
-        set_flags(job.config)
         keep_freed_memory()
         script = replace(script, keeps_model=job.plan.world == 1)
-        workers = [
-            assemble(job, rank, MemoryNetwork(memory, rank, device), self._host.ledger.handle, None, device, script)
-            for rank in range(job.plan.world)
-        ]
-        self._session = session = Session(job, workers)
-        for worker in workers:
-            worker.saver = DiskSaver(job, worker, self._host.ledger.handle, self._host.ledger.settled)
-            if job.resume is not None:
-                restore(worker, open_checkpoint(Path(job.resume)))
-        session.begin()
-        return session
+        self._session = Emulation(job, ledger.handle, ledger.settled, script=script)
+        return self._session
 
     def call(self, what: str, where: str, contents: str = "") -> None:
         """Nobody else could do anything different."""
 
-    def exchange(self, batch: int, scores: Mapping[int, Score]) -> Mapping[int, Score]:
-        for rank, score in scores.items():
-            self._host.ledger.handle(Scored(rank, batch, score))
-        return scores
-
     def save(self, write: WriteStates) -> None:
-        write([self._session.states()])
+        write(list(self._session.states().values()))
 
-    def close(self, *, is_stopped: bool = False) -> None:
+    def close(self) -> None:
         self._session.close()
         self._host.ledger.drain()
         self._stack.close()
@@ -251,11 +229,11 @@ class OneLineErrors:
     """A `sys.excepthook` that shows errors of the user's in one line, as commands do; a rank reports any error."""
 
     previous: Callable[..., object]
-    report: Callable[[BaseException, TracebackType | None], object] | None = None
+    report: Callable[[BaseException], object] | None = None
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if self.report is not None:
-            self.report(error, trace)
+            self.report(error)
         elif isinstance(error, UserError | RunFailed):
             sys.stderr.write(f"stagewright: {printable(str(error))}\n")
         else:

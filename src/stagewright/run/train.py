@@ -416,8 +416,7 @@ def _execute(
             emulation = Emulation(job, ledger.handle, ledger.settled, ledger.wants_stop)
             with stop_on_signal(emulation.pauses.stop):
                 emulation.run()
-            is_finished = ledger.collector.stopped_at is None
-            return _export(job, [emulation.weights()]) if is_finished else None
+            return None if emulation.is_stopped else _export(job, list(emulation.states().values()))
     launch(job, ledger, NewestCheckpoint(job), site, say, script, spare)
     if not job.export or ledger.collector.stopped_at is not None:
         return None

@@ -185,7 +185,7 @@ def shortage_of(rank: int) -> Shortage:
 def failure_of(
     rank: int, action: Action | None, error: BaseException, samples: int, *, is_secondary: bool = False
 ) -> Failure:
-    """The exception that ended a rank, which is being handled; a microbatch has `samples` samples."""
+    """The exception that ended a rank; a microbatch has `samples` samples."""
     name, is_full = type(error).__name__, isinstance(error, RuntimeError) and _FULL in str(error)
     if isinstance(error, torch.OutOfMemoryError):
         cause = describe_shortage(error, samples)
@@ -200,7 +200,7 @@ def failure_of(
         *_text_and_stage(action),
         is_secondary=is_secondary,
         is_users=is_full or isinstance(error, UserError | torch.OutOfMemoryError),
-        traceback=traceback.format_exc(),
+        traceback="".join(traceback.format_exception(error)),
     )
 
 

@@ -27,6 +27,8 @@ from stagewright.runtime.comm.nccl import open_network
 from stagewright.runtime.comm.transport import Place
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.assemble import assemble, open_data, open_pieces
+from stagewright.runtime.process.rank import wait_for
+from stagewright.runtime.process.session import Session
 from stagewright.runtime.process.torch_flags import keep_freed_memory, set_flags
 from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.recorder import make_recorder
@@ -173,17 +175,17 @@ class Stagewright:
         self._device = device.device
         self.recorder = make_recorder(position, device)
         network = self._network(job, rank, meeting, device)
-        self._worker = assemble(job, rank, network, self._receive, self.recorder, device)
-        if self._device.type == "cuda" and self._worker.loader is not None:
-            self._worker.loader.close()
+        worker = assemble(job, rank, network, self._receive, self.recorder, device)
+        self._session = Session(job, [worker], wait_for)
+        if self._device.type == "cuda" and worker.loader is not None:
+            worker.loader.close()
             names = job.training.inputs[0].name, job.training.fields[0].name
-            self._worker.loader = _Static(*static_batch(job, self._device), names)
+            worker.loader = _Static(*static_batch(job, self._device), names)
 
     def train(self, first: int, steps: int) -> None:
         """Train some batches, from empty pipeline to empty pipeline."""
         span = range(self._plan.boundary(first), self._plan.boundary(first + steps))
-        for pending in self._worker.train(span):
-            pending.wait()
+        self._session.finish(lambda worker: worker.train(span))
 
     def busy(self, start: float, end: float) -> float | None:
         """The share of a segment's middle that compute spans cover."""
@@ -193,13 +195,7 @@ class Stagewright:
         return inside / (high - low)
 
     def weights(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for state in self._worker.states():
-            if isinstance(state, tuple):
-                found |= {name: tensor.clone() for name, tensor in state[1].items()}
-            else:
-                state.wait()
-        return found
+        return self._session.weights()
 
     def spans(self) -> Sequence[Span]:
         return self.recorder.spans()

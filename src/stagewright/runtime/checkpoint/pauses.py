@@ -100,9 +100,8 @@ class EmulatedPauses:
 
     def gate(self) -> Gate:
         """A gate for one more worker."""
-        gate = _EmulatedGate(self._plan.microbatches, self)
-        self._gates.append(gate)
-        return gate
+        self._gates.append(Gate(self._plan.microbatches, self.poll))
+        return self._gates[-1]
 
     def stop(self) -> None:
         """Pause as soon as possible, and end there."""
@@ -119,14 +118,3 @@ class EmulatedPauses:
             for gate in self._gates:
                 gate.pause_at(self._paused, is_last=self._is_stopping)
             self._last = time.monotonic()
-
-
-class _EmulatedGate(Gate):
-    def __init__(self, microbatches: int, pauses: EmulatedPauses) -> None:
-        super().__init__(microbatches)
-        self._pauses = pauses
-
-    def enter(self, microbatch: int) -> bool:
-        if microbatch >= self._entered:
-            self._pauses.poll()
-        return super().enter(microbatch)

@@ -17,15 +17,16 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from safetensors.torch import load, save, save_file
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from stagewright.events import Emit, Event, Finished, Ready, Stopped, encode
+from stagewright.events import Emit, Event, Failure, Finished, Ready, Stopped, encode
 from stagewright.plan.plan import Plan, Stage
 from stagewright.runtime.checkpoint.folder import open_checkpoint
 from stagewright.runtime.checkpoint.load import restore
@@ -38,13 +39,13 @@ from stagewright.runtime.comm.nccl import open_network
 from stagewright.runtime.comm.transport import LostPeer, Pending, Place
 from stagewright.runtime.faults import failure_of, shortage_of
 from stagewright.runtime.job import NEVER, Job
-from stagewright.runtime.process.assemble import assemble
+from stagewright.runtime.process.assemble import ScriptParts, assemble
 from stagewright.runtime.process.object_pipe import receive_objects
+from stagewright.runtime.process.session import Session
 from stagewright.runtime.process.signals import exit_with_parent
 from stagewright.runtime.process.spare import COMPILES, SPARE, wait_for_rank
 from stagewright.runtime.process.torch_flags import keep_freed_memory, set_flags
 from stagewright.runtime.stage.recorder import make_recorder
-from stagewright.runtime.stage.worker import Worker
 from stagewright.runtime.status_file import last_action, status_path
 
 EVENTS = "events"
@@ -83,64 +84,109 @@ def _warm_up(*, compiles: bool) -> None:
 
 def run_process(path: Path) -> None:
     """Run the rank that the environment names, of the job in a file, and end this process."""
-    job = Job.load(path)
-    rank, keys = int(os.environ["RANK"]), os.environ[KEYS]
     logging.basicConfig(format="%(message)s")  # to stderr.log of this rank
     logging.getLogger("stagewright").setLevel(logging.INFO)
-    torch.set_num_threads(job.config.run.threads or 1)
-    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    store, events = (
-        PrefixStore(keys, TCPStore(*address, is_master=False, timeout=timedelta(seconds=job.patience)))
-        for _ in range(2)
-    )
-
-    def emit(event: Event) -> None:
-        events.queue_push(EVENTS, encode(event))
-
+    job = Job.load(path)
+    rank = Rank(job, int(os.environ["RANK"]), *join(job))
     try:
         receive_objects()
-        run_rank(job, rank, store, emit, events)
+        rank.run()
     except BaseException as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            emit(shortage_of(rank))
-        action = last_action(status_path(Path(job.folder), rank), rank)
-        is_secondary = isinstance(error, LostPeer)
-        emit(failure_of(rank, action, error, job.plan.samples, is_secondary=is_secondary))
-        if is_secondary:
-            time.sleep(_BLAME_SECONDS)  # let the supervisor see the exit of the rank that caused it first
-        traceback.print_exc()
-        exit_now(1)
+        rank.fail(error)
     exit_now(0)
 
 
-def run_rank(job: Job, rank: int, store: Store, emit: Emit, control: Store | None = None) -> None:
-    """Build a rank's worker, run its job, and leave its weights and trace; pauses are requested through `control`."""
-    folder = Path(job.folder)
-    set_flags(job.config)
-    keep_freed_memory()
-    device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
-    network = open_network(job.config, store, rank, Place.of(job.plan, rank), job.patience, device)
-    recorder = make_recorder(status_path(folder, rank), device)
-    worker = assemble(job, rank, network, emit, recorder, device)
-    worker.saver = DiskSaver(job, worker, emit, partial(settled_batch, control))
-    if job.resume is not None:
-        restore(worker, open_checkpoint(Path(job.resume)))
-    emit(Ready(rank, time.monotonic(), clock_name()))
-    pauses = Pauses(control, rank, job.plan, worker.gate, job.config.checkpoint.minutes) if control else None
-    drive(worker)
-    if pauses is not None:
-        pauses.close()
-    recorder.save()
-    if worker.is_stopped:
-        emit(Stopped(rank, worker.done))
-    elif job.export:
-        gather_weights(worker, folder, network.host)
-    emit(Finished(rank, recorder.spans()))
+def join(job: Job) -> tuple[Store, Store]:
+    """Two connections to the keys of this start: one for messages between ranks, one for the supervisor."""
+    torch.set_num_threads(job.config.run.threads or 1)
+    address, keys = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), os.environ[KEYS]
+    patience = timedelta(seconds=job.patience)
+    first, second = (PrefixStore(keys, TCPStore(*address, is_master=False, timeout=patience)) for _ in range(2))
+    return first, second
 
 
-def settled_batch(control: Store | None) -> int:
-    """The newest checkpoint that the supervisor has dealt with; `NEVER` where no supervisor commits any."""
-    return int(control.get(SETTLED)) if control is not None and control.check([SETTLED]) else NEVER
+class Rank:
+    """This process's rank of a job: its worker, and its connections to the other ranks and to the supervisor."""
+
+    def __init__(self, job: Job, rank: int, store: Store, control: Store, emit: Emit | None = None) -> None:
+        """Pauses are requested through `control`, and events go there unless `emit` takes them."""
+        self.job = job
+        self.rank = rank
+        self.emit = emit or self._send
+        self._folder = Path(job.folder)
+        self._store = store
+        self._control = control
+
+    def open(self, script: ScriptParts | None = None) -> Session:
+        """Build the rank's worker and connect it with the others."""
+        job, rank = self.job, self.rank
+        set_flags(job.config)
+        keep_freed_memory()
+        device = open_device(job.config.run.device, job.plan.devices[rank].index, share=job.config.run.share_gpu)
+        self._network = open_network(job.config, self._store, rank, Place.of(job.plan, rank), job.patience, device)
+        self._recorder = make_recorder(status_path(self._folder, rank), device)
+        worker = assemble(job, rank, self._network, self.emit, self._recorder, device, script)
+        worker.saver = DiskSaver(job, worker, self.emit, self._settled)
+        if job.resume is not None:
+            restore(worker, open_checkpoint(Path(job.resume)))
+        self.emit(Ready(rank, time.monotonic(), clock_name()))
+        self._pauses = Pauses(self._control, rank, job.plan, worker.gate, job.config.checkpoint.minutes)
+        self.session = Session(job, [worker], wait_for)
+        return self.session
+
+    def run(self) -> None:
+        """Run the job to its end, and leave the weights if it wants them."""
+        self.open().run()
+        self._pauses.close()
+        if self.job.export and not self.session.is_stopped:
+            self.gather_weights()
+        self.close()
+
+    def close(self) -> None:
+        """Report the end of this rank, once what is being written is written."""
+        self.session.close()
+        self._pauses.close()
+        if self.session.is_stopped:
+            self.emit(Stopped(self.rank, self.session.done))
+        self.emit(Finished(self.rank, self._recorder.spans()))
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Report what ends this rank, and end it."""
+        if isinstance(error, torch.OutOfMemoryError):
+            self.emit(shortage_of(self.rank))
+        self.emit(self._failure(error))
+        if isinstance(error, LostPeer):
+            time.sleep(_BLAME_SECONDS)  # let the supervisor see the exit of the rank that caused it first
+        traceback.print_exception(error)
+        exit_now(1)
+
+    def gather_weights(self) -> None:
+        """Leave every stage's weights on machine 0: its first replica writes them, or sends them to rank 0."""
+        plan, network = self.job.plan, self._network.host
+        for index, weights in self.session.states().items():
+            if _is_remote(plan, plan.stages[index]):
+                _send_weights(network, plan.stages[index], weights)
+            else:
+                self._save_weights(weights, index)
+        for stage in plan.stages if self.rank == 0 else ():
+            if _is_remote(plan, stage):
+                self._save_weights(_receive_weights(network, stage), stage.index)
+
+    def _save_weights(self, weights: dict[str, Tensor], stage: int) -> None:
+        path = state_file(self._folder, stage)
+        path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have deleted the run folder meanwhile
+        save_file(weights, path)
+
+    def _send(self, event: Event) -> None:
+        self._control.queue_push(EVENTS, encode(event))
+
+    def _settled(self) -> int:
+        """The newest checkpoint that the supervisor has dealt with; `NEVER` where no supervisor commits any."""
+        return int(self._control.get(SETTLED)) if self._control.check([SETTLED]) else NEVER
+
+    def _failure(self, error: BaseException) -> Failure:
+        action = last_action(status_path(self._folder, self.rank), self.rank)
+        return failure_of(self.rank, action, error, self.job.plan.samples, is_secondary=isinstance(error, LostPeer))
 
 
 @cache
@@ -151,37 +197,8 @@ def clock_name() -> str:
     return socket.gethostname()
 
 
-def drive(worker: Worker) -> None:
-    """Run a worker's job to its end."""
-    for pending in worker.run():
-        wait_for(pending)
-
-
 def state_file(folder: Path, stage: int) -> Path:
     return folder / "ranks" / f"stage-{stage}.safetensors"
-
-
-def gather_weights(worker: Worker, folder: Path, network: Network) -> None:
-    """Leave every stage's weights on machine 0: its first replica writes them, or sends them to rank 0."""
-    for item in worker.states():
-        if not isinstance(item, tuple):
-            wait_for(item)
-            continue
-        stage, state = item
-        tensors = {name: tensor.contiguous().clone().cpu() for name, tensor in state.items()}
-        if _is_remote(worker.plan, stage):
-            _send_weights(network, stage, tensors)
-        else:
-            _save_weights(tensors, state_file(folder, stage.index))
-    if worker.rank == 0:
-        for stage in worker.plan.stages:
-            if _is_remote(worker.plan, stage):
-                _save_weights(_receive_weights(network, stage), state_file(folder, stage.index))
-
-
-def _save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have deleted the run folder meanwhile
-    save_file(weights, path)
 
 
 def _is_remote(plan: Plan, stage: Stage) -> bool:
@@ -211,7 +228,7 @@ def _weights_channel(stage: Stage) -> ChannelName:
     return ChannelName("state", stage.index, stage.ranks[0], 0)
 
 
-def exit_now(code: int) -> None:
+def exit_now(code: int) -> NoReturn:
     """Exit without cleaning up: that takes seconds on a busy machine, and a thread of gloo may abort it."""
     with suppress(OSError):  # a full disk
         sys.stdout.flush()

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stagewright.errors import UserError
 from stagewright.plan.plan import Plan, Stage
-from stagewright.runtime.script.session import last_begun
+from stagewright.runtime.process.session import last_begun
 from stagewright.runtime.stage.optimizer import ParamGroup
 
 _OWN_KEYS = ("params", "initial_lr", "param_names")

@@ -1,7 +1,8 @@
 """The worker of one rank: interprets its programs, one action after another.
 
-A worker never waits. Its `run` yields whatever must be complete before it can continue, and the caller waits for that.
-So the same worker runs in its own process, where waiting blocks, or with others in one process, where they take turns.
+A worker never waits. What it does is a generator that yields whatever must be complete before it can continue, and
+the caller waits for that (`process.session`). So the same worker runs in its own process, where waiting blocks, or with
+others in one process, where they take turns.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from torch import Tensor
 from torch.distributed import Store
 
 from stagewright.data.loader import Loader
-from stagewright.events import Best, Emit, Evaluated, Score, Scored
+from stagewright.events import Best, Emit, Score
 from stagewright.model.probe import Probe
-from stagewright.plan.plan import Stage
 from stagewright.runtime.comm.boundary import Activations, Boundary, expect
 from stagewright.runtime.comm.device import Reading
-from stagewright.runtime.comm.transport import AllOf, Collective, Done, Pending
+from stagewright.runtime.comm.transport import AllOf, Collective, Pending
 from stagewright.runtime.gate import Gate
 from stagewright.runtime.job import Evaluation, Job
 from stagewright.runtime.stage.dynamic import DynamicScheduler
@@ -29,7 +29,7 @@ from stagewright.runtime.stage.gradients import Norms
 from stagewright.runtime.stage.loss_scaling import LossScaling
 from stagewright.runtime.stage.recorder import Recorder
 from stagewright.runtime.stage.replica import Replica
-from stagewright.runtime.stage.scores import Losses, Scorer, exchange_scores, make_scorer
+from stagewright.runtime.stage.scores import Losses, Scorer
 from stagewright.runtime.stage.ties import TieOnRank
 from stagewright.schedule.action import TRANSFERS, Action, Op
 from stagewright.schedule.lower import evaluation_program, last_of, program
@@ -46,8 +46,12 @@ class Saver:
         """Wait until everything is written."""
 
 
-class BatchDone(Done):
-    """This rank has made its updates of a batch. It is nothing to wait for; only a script's loop stops at it."""
+class Delivery:
+    """What a worker gives to its caller; it is nothing to wait for."""
+
+
+class BatchDone(Delivery):
+    """This rank has made its updates of a batch of a script's loop."""
 
     def __init__(self, batch: int, figures: Sequence[tuple[Reading, slice]]) -> None:
         self.batch = batch
@@ -58,6 +62,17 @@ class BatchDone(Done):
         rows = [row for reading, own in self._figures for row in reading.value()[own].tolist()]
         counts = [row[0] if len(row) > 1 else 1.0 for row in rows]
         return sum(row[-1] for row in rows) / count if (count := sum(counts)) else 0.0
+
+
+class StageWeights(Delivery):
+    """A stage's newest or averaged weights and mean statistics, in memory of their own on the host."""
+
+    def __init__(self, stage: int, tensors: Mapping[str, Tensor]) -> None:
+        self.stage = stage
+        self.tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+Item = Pending | Delivery  # what a worker yields
 
 
 class Worker:
@@ -82,20 +97,16 @@ class Worker:
         self.recorder = recorder or Recorder()
         self.ties = ties or {}  # by stage; several stages may have one
         self.emit = emit
-        self._store = store
+        self.store = store
         self.best = None if job.criterion is None else Best(job.criterion)  # evaluation so far
         self._norms = Norms(len(job.plan.stages), world)
         self._losses = Losses(job.plan, rank, emit)
         self.loss_scaling = loss_scaling
         self.loader: Loader | None = None  # only on ranks of the first stage
         self.evaluation_loader: Loader | None = None
-        self.start = self.done = job.start  # batches before this run, and so far
-        self.is_stopped = False  # before the last batch
         self._updated = dict.fromkeys(replicas, self.plan.boundary(job.start))  # microbatches in each stage's weights
         self.gate = Gate(self.plan.microbatches)
         self.saver = Saver()
-        scores = job.evaluation is not None and rank in job.plan.stages[-1].ranks
-        self._scorer = make_scorer(job.config.run.metrics, job.loss) if scores else None
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -106,47 +117,16 @@ class Worker:
             Op.UPDATE: self._update,
         }
 
-    def run(self) -> Iterator[Pending]:
-        """Train, evaluate and save as the job says, up to its last batch or to a pause that ends the run."""
-        try:
-            yield from self.begin()
-            while self.done < self.job.batches and not (self.is_stopped or self.job.stops_early(self.best)):
-                self.done = yield from self._advance(self.done)
-            self.recorder.save()
-            self.saver.close()
-        finally:
-            for loader in filter(None, (self.loader, self.evaluation_loader)):
-                loader.close()
-
     def begin(self) -> Iterator[Pending]:
         """Before the first batch: replicas, and homes of tied parameters, begin equal."""
-        self.done = self.start
-        self.gate.start_at(self.done)
+        start = self.job.start
+        self.gate.start_at(start)
         for replica in self.replicas.values():
-            yield from begin_equal(replica) if self.start == 0 else require_equal(replica, self.start)
-        yield from self._compare_ties(None if self.start == 0 else self.start)
-        for replica in self.replicas.values() if self.start == 0 else ():
+            yield from begin_equal(replica) if start == 0 else require_equal(replica, start)
+        yield from self._compare_ties(None if start == 0 else start)
+        for replica in self.replicas.values() if start == 0 else ():
             replica.statistics.share_counts()
             replica.average.restart()  # replicas and homes may have got their weights only now
-
-    def _advance(self, done: int) -> Generator[Pending, None, int]:
-        """Train to the next pause, planned or requested, and evaluate or save there; returns the batches done."""
-        pause = min(self.job.next_pause(done), self.gate.batch)
-        span = range(self.plan.boundary(done), self.plan.boundary(pause))
-        if span:
-            yield from self.train(span)
-        if self.plan.boundary(self.gate.batch) < span.stop:
-            pause = self.gate.batch  # requested meanwhile
-        is_requested = pause == self.gate.batch
-        if self.job.evaluation and pause in self.job.pauses and pause > done:
-            yield from self.evaluate(pause)
-        is_due = pause == self.job.next_save(done) or self.job.saves_outcome(self.best, pause)
-        if pause > self.start and (is_requested or is_due):
-            yield from self.save(pause)
-        if is_requested:
-            self.is_stopped = self.gate.is_last_pause
-            self.gate.reopen()
-        return pause
 
     def save(self, batch: int) -> Iterator[Pending]:
         """Save the state after `batch` batches, between which and the next nothing is in flight."""
@@ -162,7 +142,7 @@ class Worker:
             for parameter in tie.parameters:
                 yield from compare_homes(parameter, self.replicas, self.rank, batch)
 
-    def train(self, span: range) -> Iterator[Pending]:
+    def train(self, span: range) -> Iterator[Item]:
         """Train a span of microbatches, from empty pipeline to empty pipeline; the gate may cut it short."""
         self._open(self.job.training, span)
         if self.job.config.run.dynamic:
@@ -185,21 +165,12 @@ class Worker:
             yield decisions
         self.loss_scaling.record_decisions(stop)
 
-    def evaluate(self, pause: int) -> Iterator[Pending]:
-        """Score the evaluation data after `pause` batches, report this rank's part of the scores, and compare them."""
-        assert self.job.evaluation is not None
-        score = yield from self.score(self.job.evaluation, self._scorer)
-        if score is not None:
-            self.emit(Scored(self.rank, pause, score))
-        if self.best is not None:
-            last_ranks = self.plan.stages[-1].ranks
-            scores = yield from exchange_scores(self._store, f"scores/{pause}", self.rank, last_ranks, score)
-            self.best = self.best.after(Evaluated.of(pause, scores))
-
-    def score(self, job: Evaluation, scorer: Scorer | None) -> Generator[Pending, None, Score | None]:
+    def score(
+        self, job: Evaluation, scorer: Scorer | None, loader: Loader | None
+    ) -> Generator[Item, None, Score | None]:
         """Score every sample of an evaluation once, with the newest or averaged weights and the mean statistics.
 
-        The scorer, and the score that it adds up, are of a rank of the last stage.
+        The scorer, and the score that it adds up, are of a rank of the last stage; the loader is of one of the first.
         """
         whole, rest = divmod(job.samples, self.plan.samples)
         with ExitStack() as stack:
@@ -210,20 +181,20 @@ class Worker:
                 stack.enter_context(replica.evaluating())
             if scorer is not None:
                 scorer.score = Score()
-            yield from self._evaluate_pieces(job.whole, range(whole), scorer)
+            yield from self._evaluate_pieces(job.whole, range(whole), scorer, loader)
             if rest:
                 assert job.short is not None
-                yield from self._evaluate_pieces(job.short, range(whole, whole + 1), scorer)
+                yield from self._evaluate_pieces(job.short, range(whole, whole + 1), scorer, loader)
         return None if scorer is None else scorer.score
 
-    def states(self) -> Iterator[Pending | tuple[Stage, Mapping[str, Tensor]]]:
-        """Each stage's newest or averaged weights and mean statistics, from its first replica; all ranks take part."""
+    def states(self) -> Iterator[Item]:
+        """The weights of the stages whose first replica is here; all ranks take part."""
         for replica in self.replicas.values():
             rows, pending = replica.statistics.gather()
             yield pending
             with replica.statistics.averaged(rows), replica.average.in_use():
                 if replica.stage.ranks[0] == self.rank:
-                    yield replica.stage, replica.state()
+                    yield StageWeights(replica.stage.index, replica.state())
 
     def awaits(self, action: Action) -> Pending | None:
         """What must be complete before the action can run without waiting."""
@@ -255,7 +226,7 @@ class Worker:
         if flag is not None and not self.replicas[action.stage].stage.is_last:
             yield flag
 
-    def _run_action(self, action: Action) -> Iterator[Pending]:
+    def _run_action(self, action: Action) -> Iterator[Item]:
         self.recorder.begin(action)
         pending = self.awaits(action)
         if pending is not None:
@@ -266,7 +237,7 @@ class Worker:
         if action.op is Op.UPDATE and self.job.is_scripted:
             yield from self.batches_done(action)
 
-    def batches_done(self, action: Action) -> Iterator[Pending]:
+    def batches_done(self, action: Action) -> Iterator[BatchDone]:
         """The batches that are in the weights of all this rank's stages with an update, and were not before it."""
         assert action.version is not None
         before = min(self._updated.values()) // self.plan.microbatches
@@ -365,7 +336,9 @@ class Worker:
             rate = replica.optimizer.rate(replica.stage.update_of(microbatch)) if is_own else None
             self._losses.add([(number, replica.losses.pop(number)) for number in whole], scale, rate)
 
-    def _evaluate_pieces(self, probe: Probe, pieces: range, scorer: Scorer | None) -> Iterator[Pending]:
+    def _evaluate_pieces(
+        self, probe: Probe, pieces: range, scorer: Scorer | None, loader: Loader | None
+    ) -> Iterator[Item]:
         """Run forward over some pieces, all of one size."""
         self._open(probe, pieces, forward_only=True)
         for action in evaluation_program(self.plan, self.rank, pieces):
@@ -375,7 +348,7 @@ class Worker:
             self.recorder.begin(action)
             replica, microbatch = self.replicas[action.stage], action.microbatch
             assert microbatch is not None
-            self._load(replica, microbatch, self.evaluation_loader)
+            self._load(replica, microbatch, loader)
             replica.evaluate(microbatch, partial(_add_score, scorer, probe.samples))
             if not replica.stage.is_last:
                 self._hand_over(replica, microbatch)

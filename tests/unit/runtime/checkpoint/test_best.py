@@ -46,9 +46,8 @@ def batches(run: EmulatedRun) -> list[int]:
 
 def stops(run: EmulatedRun) -> int:
     """The batch after which all ranks have ended, as finished."""
-    assert not any(worker.is_stopped for worker in run.emulation.workers)
-    (done,) = {worker.done for worker in run.emulation.workers}
-    return done
+    assert not run.emulation.is_stopped
+    return run.emulation.done
 
 
 @pytest.mark.parametrize(

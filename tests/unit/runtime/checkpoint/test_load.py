@@ -13,7 +13,7 @@ from stagewright.events import BatchLosses, Evaluated, Event, ShareSaved, Step
 from stagewright.runtime.checkpoint.folder import Checkpoint, list_folders
 from stagewright.runtime.checkpoint.save import flats_of
 from stagewright.runtime.job import Job
-from stagewright.runtime.process.emulate import Emulation, take_turns
+from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.log import Journal, Ledger
 from tests.keeping import KILLS, emulate_job, emulate_keeping, keeping, losses_from, resumed, same_bits, saved_at
 from tests.marks import daily
@@ -103,9 +103,8 @@ def test_a_run_that_is_asked_to_stop_pauses_and_ends(tmp_path: Path) -> None:
 
     emulation = Emulation(job, on_event)
     stopping.append(emulation)
-    take_turns([worker.run() for worker in emulation.workers])
-    (done,) = {worker.done for worker in emulation.workers}
-    assert all(worker.is_stopped for worker in emulation.workers) and 0 < done < 6
+    emulation.run()
+    assert emulation.is_stopped and 0 < emulation.done < 6
 
 
 def test_a_checkpoint_contains_every_tensor_once(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -15,6 +15,7 @@ from stagewright.runtime.comm.memory import MemoryCollective
 from stagewright.runtime.comm.transport import Pending
 from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.stage.replica import Replica
+from stagewright.runtime.stage.worker import Worker
 from stagewright.schedule.lower import updates_in
 from stagewright.schedule.policy import overlapped_backward
 from tests.marks import daily, pairs
@@ -252,8 +253,8 @@ def in_random_order(seed: int) -> Drive:
     """Advances one rank at a time, chosen at random among those that need not wait."""
     choose = random.Random(seed)
 
-    def drive(emulation: Emulation) -> None:
-        runs = [worker.run() for worker in emulation.workers]
+    def drive(emulation: Emulation, work: Callable[[Worker], Iterator[Pending]]) -> Iterator[None]:
+        runs = [work(worker) for worker in emulation.workers]
         waiting = {run: next(run, None) for run in runs}
         while ready := [run for run, pending in waiting.items() if pending is not None and pending.is_completed()]:
             run = choose.choice(ready)
@@ -262,8 +263,13 @@ def in_random_order(seed: int) -> Drive:
             pending.wait()
             waiting[run] = next(run, None)
         assert not any(waiting.values()), "ranks wait for each other"
+        yield from ()
 
-    return drive
+    def run(emulation: Emulation) -> None:
+        with mock.patch.object(Emulation, "drive", drive):
+            emulation.run()
+
+    return run
 
 
 @pytest.mark.parametrize("case", daily(BITS, 2), ids=str)

@@ -33,7 +33,6 @@ from stagewright.runtime.comm.device import Reading
 from stagewright.runtime.comm.transport import Pending
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.assemble import open_data
-from stagewright.runtime.process.emulate import take_turns
 from stagewright.runtime.stage.scores import (
     BUILT_IN,
     Losses,
@@ -363,16 +362,10 @@ def test_every_rank_gets_the_same_scores_in_the_order_of_the_last_stages_ranks()
         found[rank] = yield from exchange_scores(store, "scores/7", rank, last_ranks, scores.get(rank))
 
     runs = [run(rank) for rank in range(4)]
-    waiting = next(runs[0])
-    assert not waiting.is_completed()
-    store.set("scores/6/3", "{}")
-    store.set("scores/6/1", "{}")  # of another exchange
-    assert next(runs[1]).is_completed() is False, "rank 3 has not posted its score"
-    take_turns([*runs[2:], _continue(runs[0], waiting), _continue(runs[1], waiting)])
+    store.set("scores/6/3", "{}")  # of another exchange
+    waiting = [next(runs[0]), next(runs[1])]
+    assert not any(pending.is_completed() for pending in waiting), "rank 3 has not posted its score"
+    waiting += [next(run) for run in runs[2:]]
+    assert [pending.is_completed() for pending in waiting] == [True] * 4
+    assert [next(run, None) for run in runs] == [None] * 4
     assert found == dict.fromkeys(range(4), (scores[3], scores[1]))
-
-
-def _continue(run: Iterator[Pending], waiting: Pending) -> Iterator[Pending]:
-    """A run that has already yielded what it waits for."""
-    yield waiting
-    yield from run

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from stagewright.events import BatchLosses, Event
-from stagewright.runtime.comm.memory import Memory, MemoryNetwork
-from stagewright.runtime.process.assemble import assemble
+from stagewright.runtime.process.emulate import Emulation
+from stagewright.runtime.process.session import Session, last_begun
 from stagewright.runtime.script.feed import BatchLoader
-from stagewright.runtime.script.session import Session, last_begun
 from tests.parity import Case, make_job, refer
 
 CASES = [
@@ -28,10 +27,8 @@ CASES = [
 
 
 def open_session(case: Case, folder: Path) -> tuple[Session, list[Event]]:
-    job = replace(make_job(case, folder), is_scripted=True)
-    memory, events = Memory(), []
-    workers = [assemble(job, rank, MemoryNetwork(memory, rank), events.append) for rank in range(job.plan.world)]
-    session = Session(job, workers)
+    events: list[Event] = []
+    session = Emulation(replace(make_job(case, folder), is_scripted=True), events.append)
     session.begin()
     return session, events
 
@@ -43,7 +40,7 @@ def test_a_loop_sees_the_reference_s_losses_and_leaves_its_weights(case: Case, t
     expected = refer(case)
     assert [batch for batch, _ in losses] == list(range(case.steps)) and session.done == case.steps
     assert [loss for _, loss in losses] == pytest.approx(expected.losses, rel=1e-10)
-    weights = session.states()
+    weights = session.weights()
     for name, tensor in expected.weights.items():
         assert torch.allclose(weights[name], tensor, rtol=1e-10, atol=1e-12), name
 
@@ -74,7 +71,7 @@ def test_leaving_the_loop_trains_what_was_begun_and_the_next_loop_continues(case
     assert session.done == 3 + lag
     rest = [done.batch for done in session.train(case.steps)]
     assert rest == list(range(3 + lag, case.steps))
-    weights = session.states()
+    weights = session.weights()
     for name, tensor in refer(case).weights.items():
         assert torch.allclose(weights[name], tensor, rtol=1e-10, atol=1e-12), name
 
@@ -136,7 +133,7 @@ def test_batches_may_come_one_by_one(case: Case, tmp_path: Path) -> None:
         else:
             feed.is_over = True
     assert seen == list(range(case.steps)) and session.done == case.steps
-    weights = session.states()
+    weights = session.weights()
     for name, tensor in refer(case).weights.items():
         assert torch.allclose(weights[name], tensor, rtol=1e-10, atol=1e-12), name
 
@@ -151,7 +148,7 @@ def test_a_checkpoint_in_the_loop_drains_and_the_loop_sees_every_batch(case: Cas
             session.drain()
             assert session.done == min(case.steps, 2 + max(case.num_versions))
     assert seen == list(range(case.steps)) and session.done == case.steps
-    weights = session.states()
+    weights = session.weights()
     for name, tensor in refer(case).weights.items():
         assert torch.allclose(weights[name], tensor, rtol=1e-10, atol=1e-12), name
 
