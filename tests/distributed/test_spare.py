@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from stagewright.runtime.process.children import SpareRanks
 from stagewright.runtime.process.launch import launch
-from stagewright.runtime.process.spare import SpareRanks
 from stagewright.runtime.status_file import read_process, status_path
 from tests.parity import Case, make_job
 from tests.waiting import wait_until

@@ -26,7 +26,7 @@ from stagewright.errors import DISK_FULL, RunFailed, UserError
 from stagewright.hardware.versions import untested_versions
 from stagewright.report.live.progress import ProgressLine
 from stagewright.run.folder import is_run, newest
-from stagewright.runtime.process.spare import SpareRanks
+from stagewright.runtime.process.children import SpareRanks
 
 _SEPARATOR = re.compile(r"(--[^=]*=|-\w=?)--")
 _TAG = re.compile(r"\+|-[^-]")

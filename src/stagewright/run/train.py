@@ -52,6 +52,7 @@ from stagewright.runtime.checkpoint.folder import best_folder, list_folders, new
 from stagewright.runtime.faults import append_log, traceback_in_log
 from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.nodes import Site, find_site
+from stagewright.runtime.process.children import SpareRanks
 from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.external import ExternalGroup, find_rank
 from stagewright.runtime.process.launch import launch
@@ -59,7 +60,6 @@ from stagewright.runtime.process.log import Ledger
 from stagewright.runtime.process.object_pipe import given_names
 from stagewright.runtime.process.rank import state_file
 from stagewright.runtime.process.signals import stop_on_signal
-from stagewright.runtime.process.spare import SpareRanks
 from stagewright.runtime.process.supervisor import NewestCheckpoint
 from stagewright.runtime.process.torch_flags import preserved_state
 from stagewright.voice import Voice

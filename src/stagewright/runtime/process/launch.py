@@ -19,10 +19,10 @@ from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.meeting import Meeting, MeetingConfig, Say
 from stagewright.runtime.multinode.nodes import Site, bound_to, names_by_address
 from stagewright.runtime.multinode.tunnel import Refusals, Tunnel, TunnelServer, store_prefix
+from stagewright.runtime.process.children import SpareRanks
 from stagewright.runtime.process.external import ExternalGroup
 from stagewright.runtime.process.log import EventHandler
 from stagewright.runtime.process.signals import stop_on_signal
-from stagewright.runtime.process.spare import SpareRanks
 from stagewright.runtime.process.supervisor import StartPoint, Supervisor
 
 

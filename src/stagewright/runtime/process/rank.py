@@ -40,10 +40,10 @@ from stagewright.runtime.comm.transport import LostPeer, Pending, Place
 from stagewright.runtime.faults import failure_of, shortage_of
 from stagewright.runtime.job import NEVER, Job
 from stagewright.runtime.process.assemble import ScriptParts, assemble
+from stagewright.runtime.process.children import COMPILES, SPARE, wait_for_rank
 from stagewright.runtime.process.object_pipe import receive_objects
 from stagewright.runtime.process.session import Session
 from stagewright.runtime.process.signals import exit_with_parent
-from stagewright.runtime.process.spare import COMPILES, SPARE, wait_for_rank
 from stagewright.runtime.process.torch_flags import keep_freed_memory, set_flags
 from stagewright.runtime.stage.recorder import make_recorder
 from stagewright.runtime.status_file import last_action, status_path

@@ -28,12 +28,11 @@ from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.consistency import consistency_values
 from stagewright.runtime.multinode.meeting import MachineReport, Meeting, StartDecision
 from stagewright.runtime.multinode.nodes import RankProcesses, interface_of
-from stagewright.runtime.process.children import Children
+from stagewright.runtime.process.children import Children, SpareRanks
 from stagewright.runtime.process.decide import State, decide
 from stagewright.runtime.process.log import EventHandler, EventReader
 from stagewright.runtime.process.object_pipe import content_for
 from stagewright.runtime.process.rank import HISTORY, JOB, KEYS
-from stagewright.runtime.process.spare import SpareRanks
 from stagewright.runtime.process.watchdog import Limits, Watchdog
 from stagewright.runtime.status_file import status_path
 
