@@ -30,9 +30,9 @@ from stagewright.runtime.comm.memory import MemoryTransport
 from stagewright.runtime.comm.message import Message, MessageFormat
 from stagewright.runtime.comm.transport import Alone, Collective, Done, Pending, Transport
 from stagewright.runtime.job import Job
+from stagewright.runtime.precision import precision_of
 from stagewright.runtime.process.assemble import open_pieces
 from stagewright.runtime.process.torch_flags import set_flags
-from stagewright.runtime.stage.precision import make_precision
 
 _CPU = torch.device("cpu")
 
@@ -71,7 +71,7 @@ class Plain(Stock):
     """The usual training loop in one process on one GPU, compiled, with torch's own loss scaling in fp16."""
 
     def __init__(self, job: Job, rank: int, meeting: Path) -> None:
-        self._precision = make_precision(job.config.run.precision, job.config.run.device)
+        self._precision = precision_of(job.config)
         set_flags(job.config)
         device = open_device(job.config.run.device, 0, share=True).device
         self._inputs, self._labels = static_batch(job, device)

@@ -25,9 +25,9 @@ from stagewright.run.train import Result
 from stagewright.runtime.comm.device import Gpu
 from stagewright.runtime.comm.nccl import NcclCollective, NcclNetwork
 from stagewright.runtime.comm.transport import Alone, Place
+from stagewright.runtime.precision import make_precision
 from stagewright.runtime.process.torch_flags import preserved_state, set_flags
 from stagewright.runtime.stage.compute import ComputeOptions, make_compute
-from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.replica import seed_of
 
 pytestmark = [

@@ -21,10 +21,10 @@ from stagewright import objects
 from stagewright.errors import UserError
 from stagewright.model.call import differentiable
 from stagewright.profile.measure import Workload, build_workload, make_example
+from stagewright.runtime.precision import make_precision
 from stagewright.runtime.process.children import start_process
 from stagewright.runtime.process.object_pipe import pack, receive_objects
 from stagewright.runtime.process.torch_flags import set_fast_flags
-from stagewright.runtime.stage.precision import make_precision
 
 _EXIT_SECONDS = 60.0
 _FAILED = "a process that trains beside the profile"

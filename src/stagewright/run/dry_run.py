@@ -28,8 +28,8 @@ from stagewright.model.prove import keeps_state
 from stagewright.plan.plan import Plan
 from stagewright.run.opening import Binding, Opening, memory_options
 from stagewright.runtime.job import Evaluation, Job, criterion_of
+from stagewright.runtime.precision import precision_of
 from stagewright.runtime.process.assemble import open_pieces
-from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.scores import make_scorer
 from stagewright.voice import SILENT, Voice
 
@@ -98,7 +98,7 @@ class Stages:
             return probe(
                 self.pieces,
                 given,
-                make_precision(run.precision, run.device).forward_context,
+                precision_of(self.config).forward_context,
                 training=training,
                 measure=measure,
                 device=run.device,
@@ -147,7 +147,7 @@ def _embeddings(model: nn.Module) -> int | None:
 
 def _validation(config: Config, binding: Binding, val: Source, given: Given, samples: int) -> Given:
     """Samples of the validation data, which must have the fields that the model takes, of the same types."""
-    dtype = make_precision(config.run.precision, config.run.device).weights
+    dtype = precision_of(config).weights
     fields = cast(val.batch(np.arange(samples) % len(val)), val.targets, dtype)
     for name in binding.fields:
         if name not in fields:

@@ -36,9 +36,9 @@ from stagewright.run.defaults import few_images, is_open, resolve_model, with_si
 from stagewright.run.groups import resolve_groups
 from stagewright.run.resume import Resume, find_checkpoint
 from stagewright.runtime.job import criterion_of
+from stagewright.runtime.precision import Precision, precision_of
 from stagewright.runtime.process.assemble import open_data, open_model
 from stagewright.runtime.process.object_pipe import require_portable
-from stagewright.runtime.stage.precision import Precision, make_precision
 from stagewright.runtime.stage.scores import load_metrics
 from stagewright.voice import SILENT, Voice
 
@@ -126,7 +126,7 @@ def open_run(config: Config, voice: Voice = SILENT, *, is_scripted: bool = False
 
 def _opened(config: Config, resume: Resume | None, voice: Voice, *, is_scripted: bool) -> Opening:
     """Open the data and build the model, traced on a few samples."""
-    precision = make_precision(config.run.precision, config.run.device)
+    precision = precision_of(config)
     with within_memory(**memory_options(config), samples=config.data.samples):
         voice.progress(f"opening {config.data.source}")
         source = open_data(config, config.data.source)

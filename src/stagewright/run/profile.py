@@ -40,9 +40,9 @@ from stagewright.profile.measure import Workload, measure, sample_sizes
 from stagewright.profile.pipedream import read_pipedream
 from stagewright.profile.profile import Profile, Transfer, read_profile
 from stagewright.run.background_load import background_load
+from stagewright.runtime.precision import make_precision
 from stagewright.runtime.process.link_test import measure_links
 from stagewright.runtime.process.torch_flags import preserved_state, set_fast_flags
-from stagewright.runtime.stage.precision import make_precision
 
 _MOST_PER_CORE = 16  # processes at once
 _MOST_RANKS = 4  # on a CPU

@@ -35,13 +35,13 @@ from stagewright.run.resume import resumed_run
 from stagewright.run.train import Host, headline, hosted, run, write_report, write_start
 from stagewright.runtime.checkpoint.history import History, read_history
 from stagewright.runtime.job import Job
+from stagewright.runtime.precision import precision_of
 from stagewright.runtime.process.assemble import ScriptParts, loader_options
 from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.external import find_rank
 from stagewright.runtime.process.session import Session
 from stagewright.runtime.process.torch_flags import keep_freed_memory, preserved_flags
 from stagewright.runtime.script.feed import Batches, BatchLoader
-from stagewright.runtime.stage.precision import make_precision
 from stagewright.voice import Voice
 
 WriteStates = Callable[[list[dict[str, Tensor]]], object]
@@ -207,7 +207,7 @@ def batch_loader(session: Session, batches: Batches) -> Loader | None:
     if not loads_samples(session):
         return None
     config = session.job.config
-    dtype = make_precision(config.run.precision, config.run.device).weights
+    dtype = precision_of(config).weights
     targets = tuple(value.name for value in session.job.training.fields if is_target(value.name))
     return BatchLoader(batches, targets, dtype, _device_of(session))
 

@@ -22,8 +22,8 @@ from stagewright.run.defaults import resolve_model
 from stagewright.run.prepare import memory_advice, prepare, require_devices
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.comm.nccl import uses_nccl
+from stagewright.runtime.precision import make_precision
 from stagewright.runtime.process.assemble import image_workers
-from stagewright.runtime.stage.precision import make_precision
 from stagewright.voice import Voice
 from tests.commands import fails
 from tests.pictures import make_ofrecord

@@ -6,20 +6,17 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+import torch
 
 from stagewright.config import rules
-from stagewright.run import prepare
-from stagewright.runtime.process import assemble
-from stagewright.runtime.stage import precision
-
-_SCALED = precision.Precision("fp16", "cpu", is_scaled=True)  # scaled as fp16 is, but computed in fp32: to be compared
+from stagewright.runtime import precision
 
 
 @pytest.fixture
 def scaled() -> Iterator[None]:
+    """Runs in fp16 on the CPU, scaled as it is but computed in fp32: to be compared."""
     with (
-        mock.patch.object(assemble, "make_precision", lambda name, device: _SCALED),
-        mock.patch.object(prepare, "make_precision", lambda name, device: _SCALED),
+        mock.patch.dict(precision.FORMATS, {"fp16": (torch.float32, None)}),
         mock.patch.object(rules, "RULES", tuple(rule for rule in rules.RULES if rule.flag != "--precision")),
     ):
         yield

@@ -26,11 +26,11 @@ from stagewright.runtime.comm.device import Device, open_device
 from stagewright.runtime.comm.nccl import open_network
 from stagewright.runtime.comm.transport import Place
 from stagewright.runtime.job import Job
+from stagewright.runtime.precision import precision_of
 from stagewright.runtime.process.assemble import assemble, open_data, open_pieces
 from stagewright.runtime.process.rank import wait_for
 from stagewright.runtime.process.session import Session
 from stagewright.runtime.process.torch_flags import keep_freed_memory, set_flags
-from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.recorder import make_recorder
 from stagewright.runtime.status_file import status_path
 
@@ -85,7 +85,7 @@ class Ddp(Stock):
     """DistributedDataParallel: every rank trains its share of the batch; on GPUs with the fastest stock options."""
 
     def __init__(self, job: Job, rank: int, meeting: Path) -> None:
-        world, self._precision = job.plan.world, make_precision(job.config.run.precision, job.config.run.device)
+        world, self._precision = job.plan.world, precision_of(job.config)
         assert job.plan.microbatches == world, "DDP runs one microbatch per rank"
         set_flags(job.config)
         device = open_device(job.config.run.device, rank, share=True).device

@@ -33,12 +33,12 @@ from stagewright.runtime.comm.channel import Inbox, Network, Outbox, channels_of
 from stagewright.runtime.comm.device import Cpu, Device
 from stagewright.runtime.comm.transport import Collective
 from stagewright.runtime.job import Job
+from stagewright.runtime.precision import precision_of
 from stagewright.runtime.stage.batch_norm import Statistics
 from stagewright.runtime.stage.compute import ComputeOptions
 from stagewright.runtime.stage.gradients import GradientBuffers, GradientOptions
 from stagewright.runtime.stage.loss_scaling import ScalingOptions, make_loss_scaling
 from stagewright.runtime.stage.optimizer import Hyperparameters, ScheduledRates, Weights, make_optimizer
-from stagewright.runtime.stage.precision import make_precision
 from stagewright.runtime.stage.recorder import Recorder
 from stagewright.runtime.stage.replica import Replica, StageOptions
 from stagewright.runtime.stage.ties import connect_ties, places_of
@@ -103,7 +103,7 @@ def open_model(
 
     `keeps_model`: a script's own object.
     """
-    precision = make_precision(config.run.precision, config.run.device)
+    precision = precision_of(config)
     own = load_object(config.model.name, "model") if keeps_model and is_given(config.model.name) else None
     if isinstance(own, nn.Module):
         if init is not None:
@@ -148,7 +148,7 @@ def open_pieces(
     example = Inputs(tuple(value.empty() for value in inputs), names)
     if not cuts:
         return (whole_piece(model, example.parameters_of(model), names),)
-    precision = make_precision(config.run.precision, config.run.device)
+    precision = precision_of(config)
     kind = "cpu" if device is None else device.type
     build = partial(open_model, config, device)
     chain = Chain(model, example, context=precision.forward_context, device=kind, way=way, build=build)
@@ -204,7 +204,7 @@ def assemble(
 
 def _scaling_options(job: Job) -> ScalingOptions | None:
     config = job.config.run
-    if not make_precision(config.precision, config.device).is_scaled:
+    if not precision_of(job.config).is_scaled:
         return None
     return ScalingOptions(config.loss_scale, config.growth_interval, job.plan.decision_delay)
 
@@ -231,7 +231,7 @@ def input_dtype(job: Job) -> torch.dtype:
     loaded in that one: the same numbers, in half the memory. What a trace can't tell of other people's code is whether
     it asks for the type, so this is for our own models.
     """
-    precision = make_precision(job.config.run.precision, job.config.run.device)
+    precision = precision_of(job.config)
     evaluation = job.evaluation
     probes = [job.training, *((evaluation.whole, evaluation.short) if evaluation else ())]
     is_known = is_ours(job.config.model.name) and not job.is_scripted
@@ -325,7 +325,7 @@ def _replica(
     script: ScriptParts | None,
 ) -> Replica:
     config = job.config
-    precision = make_precision(config.run.precision, config.run.device)
+    precision = precision_of(config)
     roots = (piece.training, piece.evaluation)
     ring = VersionRing(roots, job.training.reached, stage.versions, keeps_objects=piece.is_whole, device=device.device)
     share = job.plan.stages[-1].round / stage.round

@@ -17,7 +17,7 @@ import torch
 from torch import backends
 
 from stagewright.config.sections import Config
-from stagewright.runtime.stage.precision import Precision, make_precision
+from stagewright.runtime.precision import Precision, precision_of
 
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": (-1, 2**31 - 1), "MALLOC_MMAP_MAX_": (-4, 0)}  # glibc: number and value of mallopt
@@ -27,7 +27,7 @@ def set_flags(config: Config) -> None:
     """Set this process's flags for arithmetic on GPUs: the fastest convolutions, unless bits must repeat."""
     if config.run.device != "cuda":
         return
-    set_fast_flags(make_precision(config.run.precision, config.run.device))
+    set_fast_flags(precision_of(config))
     backends.cudnn.benchmark = not config.run.deterministic
     if config.run.deterministic:
         os.environ.setdefault(_CUBLAS_WORKSPACE, ":4096:8")

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stagewright.errors import first_line
 from stagewright.model.blocks import compiled
 from stagewright.model.call import call, leaves_of
 from stagewright.model.standin import unchanged_state, untouched_generators
-from stagewright.runtime.comm.device import Device, record_event, timed_event
-from stagewright.runtime.stage.precision import Precision
+from stagewright.runtime.comm.device import Device
+from stagewright.runtime.precision import Precision
+from stagewright.runtime.stage.graphs import (
+    BrokenCapture,
+    Call,
+    Launch,
+    Outcome,
+    Trial,
+    capture,
+    distance,
+    forms,
+    no_waiting,
+    preserved_buffers,
+)
 
 Release = Callable[[], None]
-_Call = Callable[[Sequence[object]], Any]
 _EAGER_FORWARDS = 3  # before the capture; by then kernels have been chosen and compiled
-_TRIALS = 5
-_MIN_SPEEDUP = 1.05  # below which replaying is not worth its memory
 BUSY = 1.1  # the GPU's time for a forward over the host's to launch it, from which replaying can gain little
 _LOGGER = logging.getLogger(__name__)
 _COMPILED_LIMITS = {"fp64": 1e-8, "fp32": 1e-3, "ieee": 1e-3, "tf32": 1e-2}  # relative differences by rounding
-_TENSOR = object()  # stands for a tensor of what a stage returns
 _COMPILED_LIMIT = 0.1  # of the half precisions
-_NOISE = 10.0  # how many times the difference between two eager runs a replay may differ
-_MOST_NOISE = 1e-2  # between two eager runs; where they differ by more, the forward is not the same each time
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Compiled(Eager):
         made = super().__call__(arguments)
         self._is_compared = True
         if expected is not None:
-            difference = _distance(_outputs(expected), _outputs(made))
+            difference = distance(_outputs(expected), _outputs(made))
             limit = _COMPILED_LIMITS.get(self._precision.name, _COMPILED_LIMIT)
             _LOGGER.info("%s: compiled, its output differs by %.1e from the uncompiled one", self._name, difference)
             if not difference <= limit:
@@ -135,22 +136,16 @@ class CudaGraphs:
     """
 
     def __init__(self, name: str, eager: Eager, precision: Precision, device: Device, *, is_forced: bool) -> None:
+        self.overwrites = True
         self._name = name
         self._eager = eager
         self._precision = precision
         self._device = device
         self._is_forced = is_forced
         self._forwards = 0
-        self._is_on = True
         self._launch: Launch | None = None
-        self._has_begun = False  # a capture, which has not ended
         self._forms: list[object] = []  # of the arguments that were captured
-        self._captured: dict[int, list[_Call]] = {}
-        self._free: dict[int, list[int]] = {}
-
-    @property
-    def overwrites(self) -> bool:
-        return self._is_on
+        self._free: dict[int, list[Call]] = {}  # replays of each slot that no microbatch in flight uses
 
     def forward(self, slot: int, arguments: Sequence[object]) -> tuple[Any, Release]:
         self._forwards += 1
@@ -160,230 +155,75 @@ class CudaGraphs:
             self._launch.end()
             return made
         if self._forwards == _EAGER_FORWARDS + 1:
-            self._is_on = self._try(slot, arguments)
-        if not self._is_on or self._forwards <= _EAGER_FORWARDS or _forms(arguments) != self._forms:
+            self.overwrites = self._try(slot, arguments)
+        if not self.overwrites or self._forwards <= _EAGER_FORWARDS or forms(arguments) != self._forms:
             return self._eager.forward(slot, arguments)
         free = self._free.setdefault(slot, [])
-        if not free:
-            self._add(slot, self.capture(arguments))
-        lane = free.pop()
-        made = self._captured[slot][lane](arguments)
-        return _copied(made), lambda: free.append(lane)
+        replay = free.pop() if free else self._capture(arguments)
+        return _copied(replay(arguments)), lambda: free.append(replay)
 
-    def _add(self, slot: int, replay: _Call) -> None:
-        captured = self._captured.setdefault(slot, [])
-        captured.append(replay)
-        self._free.setdefault(slot, []).append(len(captured) - 1)
+    def _capture(self, arguments: Sequence[object]) -> Call:
+        return capture(self._eager.called, self._eager.names, self._precision, arguments)
 
     def _try(self, slot: int, arguments: Sequence[object]) -> bool:
-        """Whether to replay from now on."""
-        if self._launch is not None:
-            host, gpu = self._launch.milliseconds()
-            if gpu > BUSY * host:
-                _LOGGER.info(
-                    "%s: no CUDA graphs, since the GPU takes %.2f ms for a forward and the host %.2f ms to launch it",
-                    self._name,
-                    gpu,
-                    host,
-                )
-                return False
+        """Whether to replay from now on; the first replay is there then."""
+        if self._is_busy():
+            return False
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
-        self._has_begun = False
         try:
-            with preserved_buffers(self._eager.module):
-                trial = Trial(self._eager.module, self._device, arguments)
-                with no_waiting(not self._is_forced):
-                    first = trial.result(self._eager)
-                again = trial.result(self._eager)
-                replay = self.capture(arguments)
-                self._has_begun = False
-                replayed = trial.result(replay)
-                eager, seconds = trial.seconds(self._eager), trial.seconds(replay)
-                difference, noise = _distance(first, replayed), _distance(first, again)
+            replay, outcome = self._tried(arguments)
         except RuntimeError as error:
-            is_short = isinstance(error, torch.OutOfMemoryError)
             if self._is_forced:
                 raise
-            if self._has_begun and not is_short:  # torch's allocator takes the capture for unfinished from now on
+            if isinstance(error, BrokenCapture):
                 raise RuntimeError(
                     f"{self._name} can't be captured as CUDA graphs: {first_line(error, 160)}; give --cuda-graph off"
                 ) from error
+            is_short = isinstance(error, torch.OutOfMemoryError)
             why = "their memory is not free" if is_short else f"they can't be captured: {first_line(error, 160)}"
             _LOGGER.info("%s: no CUDA graphs, since %s", self._name, why)
             if stream is not None:
                 torch.cuda.synchronize()  # a failed capture leaves its stream current, on which buffers were restored
                 torch.cuda.set_stream(stream)
             return False
-        gain = eager / seconds
-        is_equal = _is_equal(difference, noise)
-        is_on = self._is_forced or (is_equal and gain >= _MIN_SPEEDUP)
+        is_on = self._is_forced or outcome.is_better
         _LOGGER.info(
             "%s: %s, %.2f times as fast as without them, results differ by %.1e (%.1e between two runs without)",
             self._name,
             "CUDA graphs" if is_on else "no CUDA graphs",
-            gain,
-            difference,
-            noise,
+            outcome.gain,
+            outcome.difference,
+            outcome.noise,
         )
         if is_on:
-            self._forms = _forms(arguments)
-            self._add(slot, replay)
+            self._forms = forms(arguments)
+            self._free[slot] = [replay]
         return is_on
 
-    def capture(self, arguments: Sequence[object]) -> _Call:
-        """A replay of forward, whose backward is a replay too; it uses the weights that are in the module now.
+    def _is_busy(self) -> bool:
+        """Whether the GPU takes longer for a forward than the host to launch it, so that replays gain little."""
+        host, gpu = (0.0, 0.0) if self._launch is None else self._launch.milliseconds()
+        if gpu > BUSY * host:
+            _LOGGER.info(
+                "%s: no CUDA graphs, since the GPU takes %.2f ms for a forward and the host %.2f ms to launch it",
+                self._name,
+                gpu,
+                host,
+            )
+            return True
+        return False
 
-        The captured function takes the weights as arguments: their leaves would tie the capture to other streams. They
-        are parameters as well: compiled code would be compiled again for tensors of another type.
-        """
-        module = self._eager.called
-        weights = {name: leaf for name, leaf in module.named_parameters() if leaf.requires_grad}
-        is_tensor = [isinstance(argument, Tensor) for argument in arguments]
-        is_changed = [_is_changed(tensor) for tensor in _tensors(arguments)]
-
-        def stage(*tensors: Tensor) -> Any:
-            self._has_begun = capturing()
-            given, own = tensors[: len(is_changed)], tensors[len(is_changed) :]
-            copies = iter([t.clone() if changed else t for t, changed in zip(given, is_changed, strict=True)])
-            pairs = zip(arguments, is_tensor, strict=True)
-            values = tuple(next(copies) if is_one else constant for constant, is_one in pairs)
-            count = len(values) - len(names)
-            named = dict(zip(names, values[count:], strict=True))
-            made = functional_call(module, dict(zip(weights, own, strict=True)), values[:count], named)
-            leaves, spec = tree_flatten(made)
-            returned[:] = [spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]]
-            return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-
-        names: Sequence[str] = self._eager.names
-        returned: list[Any] = []  # how the tensors become what the stage returns
-        samples = [_sample(tensor) for tensor in _tensors(arguments)]
-        aliases = [nn.Parameter(leaf.detach()) for leaf in weights.values()]  # share memory: nothing is copied
-        context = self._precision.forward_context(keeps_casts=False)  # so that the casts are part of the capture
-        with preserved_buffers(module), context, _no_garbage_collection():
-            replay = torch.cuda.make_graphed_callables(stage, (*samples, *aliases), allow_unused_input=True)
-        leaves = list(weights.values())
-
-        def replayed(given: Sequence[object]) -> Any:
-            made: Iterator[Tensor] = iter(replay(*_tensors(given), *leaves))  # type: ignore[arg-type]
-            spec, template = returned
-            return tree_unflatten([next(made) if leaf is _TENSOR else leaf for leaf in template], spec)
-
-        return replayed
-
-
-def capturing() -> bool:
-    """Whether operations are recorded now, and not run."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-class Launch:
-    """Times one forward: until the host has launched it, and on the GPU."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._first = timed_event()
-        self._seconds = 0.0
-        self._last = self._first
-
-    def end(self) -> None:
-        self._last = timed_event()
-        self._seconds = time.perf_counter() - self._began
-
-    def milliseconds(self) -> tuple[float, float]:
-        """Of the host and of the GPU; waits for the forward."""
-        self._last.synchronize()
-        return 1e3 * self._seconds, self._first.elapsed_time(self._last)
-
-
-class Trial:
-    """Runs forward and backward of one microbatch repeatedly, without a trace in the module."""
-
-    def __init__(self, module: nn.Module, device: Device, arguments: Sequence[object]) -> None:
-        self._device = device
-        self._arguments = [_sample(a) if isinstance(a, Tensor) else a for a in arguments]
-        self._is_changed = [isinstance(a, Tensor) and _is_changed(a) for a in arguments]
-        inputs = [a for a in self._arguments if isinstance(a, Tensor) and a.requires_grad]
-        self._wanted = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
-
-    def result(self, call: _Call) -> list[Tensor]:
-        """Copies of the outputs and gradients."""
-        self._device.seed(0)
-        pairs = zip(self._arguments, self._is_changed, strict=True)
-        made = call([a.clone() if is_changed and isinstance(a, Tensor) else a for a, is_changed in pairs])
-        outputs = leaves_of(made)
-        roots = [tensor for tensor in outputs if tensor.requires_grad]
-        seeds = [torch.ones_like(root) for root in roots]
-        has_backward = roots and self._wanted  # not a stage whose parameters are all frozen
-        gradients = torch.autograd.grad(roots, self._wanted, seeds, allow_unused=True) if has_backward else ()
-        return [t.detach().clone() for t in (*outputs, *gradients) if t is not None]
-
-    def seconds(self, call: _Call) -> float:
-        self.result(call)
-        record_event().synchronize()
-        begun = time.perf_counter()
-        for _ in range(_TRIALS):
-            self.result(call)
-        record_event().synchronize()
-        return time.perf_counter() - begun
-
-
-@contextmanager
-def preserved_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore buffers and the random state at the end of the context."""
-    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    random_state = torch.cuda.get_rng_state()
-    try:
-        yield
-    finally:
-        for buffer, before in kept:
-            buffer.data.copy_(before)  # not a change to autograd: microbatches in flight have saved the buffer
-        torch.cuda.set_rng_state(random_state)
-
-
-@contextmanager
-def no_waiting(is_on: bool) -> Iterator[None]:
-    """Raise an error where an operation makes the host wait for the GPU."""
-    if not is_on:
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Collect garbage before a capture, not during it: freeing an old CUDA graph would make the capture fail."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _tensors(arguments: Sequence[object]) -> list[Tensor]:
-    return [argument for argument in arguments if isinstance(argument, Tensor)]
-
-
-def _forms(arguments: Sequence[object]) -> list[object]:
-    """What a capture holds for: the shapes and types of tensors, and the other arguments."""
-    return [(a.shape, a.dtype, a.requires_grad) if isinstance(a, Tensor) else a for a in arguments]
-
-
-def _is_changed(tensor: Tensor) -> bool:
-    """Whether the stage changes an argument in place, so that it was given a copy."""
-    return tensor.requires_grad and not tensor.is_leaf
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """A new leaf with the same values."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    def _tried(self, arguments: Sequence[object]) -> tuple[Call, Outcome]:
+        """A capture, and how its replay compares with eager runs, without a trace in the module."""
+        with preserved_buffers(self._eager.module):
+            trial = Trial(self._eager.module, self._device, arguments)
+            with no_waiting(not self._is_forced):
+                first = trial.result(self._eager)
+            again = trial.result(self._eager)
+            replay = self._capture(arguments)
+            replayed = trial.result(replay)
+            eager, seconds = trial.seconds(self._eager), trial.seconds(replay)
+            return replay, Outcome(eager / seconds, distance(first, replayed), distance(first, again))
 
 
 def _copied(made: Any) -> Any:
@@ -391,20 +231,6 @@ def _copied(made: Any) -> Any:
     if type(made) is not tuple:
         return made  # the last stage's, from which the loss is computed at once
     return tuple(value.clone() if isinstance(value, Tensor) else value for value in made)
-
-
-def _is_equal(difference: float, noise: float) -> bool:
-    """Whether a replay computes the same, by how it and a second eager run differ from the first."""
-    if torch.are_deterministic_algorithms_enabled():
-        return difference == 0.0
-    return noise <= _MOST_NOISE and difference <= _NOISE * noise + torch.finfo(torch.float32).eps
-
-
-def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """The distance between two results, relative to the norm of the first."""
-    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(some, others, strict=True))
-    size = sum(float(a.double().square().sum()) for a in some)
-    return float((difference / size) ** 0.5) if size else 0.0
 
 
 def make_compute(

@@ -21,11 +21,11 @@ from stagewright.model.standin import unchanged_state
 from stagewright.plan.plan import Stage
 from stagewright.runtime.comm.boundary import Activations, Exchange, FormatOptions, Gradients
 from stagewright.runtime.comm.device import Device, Reading
+from stagewright.runtime.precision import Precision
 from stagewright.runtime.stage.batch_norm import Statistics
 from stagewright.runtime.stage.compute import ComputeOptions, make_compute
 from stagewright.runtime.stage.gradients import GradientBuffers
 from stagewright.runtime.stage.optimizer import Optimizer
-from stagewright.runtime.stage.precision import Precision
 from stagewright.runtime.stage.versions import Average, VersionRing
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from stagewright.runtime.stage import compute
+from stagewright.runtime.precision import make_precision
+from stagewright.runtime.stage import compute, graphs
 from stagewright.runtime.stage.compute import Compiled, Compute, ComputeOptions, CudaGraphs, Eager, make_compute
-from stagewright.runtime.stage.precision import make_precision
 from tests.parity import Case, assert_near, emulate, make_job, refer
 
 
@@ -93,7 +93,8 @@ class MadeLaunch:
 
 @pytest.fixture(autouse=True)
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute, "preserved_buffers", lambda _: nullcontext())
+    for module in (compute, graphs):
+        monkeypatch.setattr(module, "preserved_buffers", lambda _: nullcontext())
     monkeypatch.setattr(compute, "no_waiting", lambda _: nullcontext())
     monkeypatch.setattr(compute, "Launch", MadeLaunch)
 
@@ -120,7 +121,7 @@ def test_a_trial_decides_on_graphs_and_its_numbers_are_logged(
     with (
         caplog.at_level("INFO"),
         mock.patch.object(compute, "Trial", lambda *_: MadeTrial(differs, gain)),
-        mock.patch.object(found, "capture", lambda _: lambda arguments: torch.ones(4)),
+        mock.patch.object(compute, "capture", lambda *_: lambda arguments: torch.ones(4)),
     ):
         forwards(found, 4)
     assert found.overwrites is is_on
@@ -137,7 +138,7 @@ def test_auto_captures_nothing_where_the_gpu_is_busy_anyway(
     with (
         caplog.at_level("INFO"),
         mock.patch.object(compute, "Trial", lambda *_: MadeTrial(0.0, 1.3)),
-        mock.patch.object(found, "capture", return_value=lambda arguments: torch.ones(4)) as capture,
+        mock.patch.object(compute, "capture", return_value=lambda arguments: torch.ones(4)) as capture,
     ):
         forwards(found, 6)
     assert capture.call_count == captures
@@ -151,7 +152,7 @@ def test_only_what_is_like_the_captured_arguments_is_replayed(other: object) -> 
     replay = mock.Mock(side_effect=lambda arguments: arguments[0])
     with (
         mock.patch.object(compute, "Trial", lambda *_: MadeTrial(0.0, 1.3)),
-        mock.patch.object(found, "capture", return_value=replay),
+        mock.patch.object(compute, "capture", return_value=replay),
     ):
         forwards(found, 5)
         assert replay.call_count == 2
@@ -165,14 +166,14 @@ def test_microbatches_in_flight_have_captures_and_outputs_of_their_own() -> None
     """A replay overwrites what the capture returned, which a message may still read."""
     found, captured = computing(graph="on"), list[Tensor]()
 
-    def capture(_: Sequence[object]) -> Callable[[Sequence[object]], tuple[Tensor]]:
+    def capture(*_: object) -> Callable[[Sequence[object]], tuple[Tensor]]:
         captured.append(torch.zeros(4))
         held = captured[-1]
         return lambda arguments: (held.copy_(cast(Tensor, arguments[0])),)
 
     with (
         mock.patch.object(compute, "Trial", lambda *_: MadeTrial(0.0, 1.3)),
-        mock.patch.object(found, "capture", capture),
+        mock.patch.object(compute, "capture", capture),
     ):
         forwards(found, 4)
         (first,), release = found.forward(0, [torch.full((4,), 1.0)])
@@ -188,8 +189,8 @@ def test_a_stage_without_trained_parameters_is_tried_too(caplog: pytest.LogCaptu
     found = computing(graph="on")  # of a module without any
     with (
         caplog.at_level("INFO"),
-        mock.patch.object(compute, "record_event", lambda: SimpleNamespace(synchronize=lambda: None)),
-        mock.patch.object(found, "capture", lambda _: lambda arguments: arguments[0]),
+        mock.patch.object(graphs, "record_event", lambda: SimpleNamespace(synchronize=lambda: None)),
+        mock.patch.object(compute, "capture", lambda *_: lambda arguments: arguments[0]),
     ):
         forwards(found, 4)
     assert "results differ by 0.0e+00" in caplog.text
@@ -213,7 +214,7 @@ def test_auto_does_without_graphs_that_can_not_be_captured(
         raise error
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", make_graphed)
-    monkeypatch.setattr(compute, "capturing", lambda: begun)
+    monkeypatch.setattr(graphs, "capturing", lambda: begun)
     monkeypatch.setattr(compute, "Trial", lambda *_: MadeTrial(0.0, 1.3))
     found, forced = computing(graph="auto"), computing(graph="on")
     with caplog.at_level("INFO"):
@@ -234,7 +235,7 @@ def test_what_fails_after_the_capture_leaves_no_capture_unfinished(monkeypatch: 
             raise RuntimeError("no events here")
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda stage, samples, **_: stage(*samples) and stage)
-    monkeypatch.setattr(compute, "capturing", lambda: True)
+    monkeypatch.setattr(graphs, "capturing", lambda: True)
     monkeypatch.setattr(compute, "Trial", lambda *_: Failing(0.0, 1.3))
     found = computing(graph="auto")
     forwards(found, 5)
@@ -255,7 +256,7 @@ def test_a_replay_must_equal_a_forward_that_is_the_same_each_time(
     try:
         with (
             mock.patch.object(compute, "Trial", lambda *_: MadeTrial(differs, 1.3, noise)),
-            mock.patch.object(found, "capture", lambda _: lambda arguments: torch.ones(4)),
+            mock.patch.object(compute, "capture", lambda *_: lambda arguments: torch.ones(4)),
         ):
             forwards(found, 4)
     finally:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from stagewright.config.sections import Config
 from stagewright.errors import UserError
 
 
@@ -39,14 +40,21 @@ class Precision:
         torch.backends.cudnn.allow_tf32 = self.name != "ieee"
 
 
+FORMATS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {  # of the weights, and of autocast
+    "fp64": (torch.float64, None),
+    **dict.fromkeys(("fp32", "ieee", "tf32"), (torch.float32, None)),
+    "bf16": (torch.float32, torch.bfloat16),
+    "fp16": (torch.float32, torch.float16),
+}
+
+
 def make_precision(name: str, device: str) -> Precision:
     """The precision of that name; `config.rules` says which device supports it."""
-    if name == "fp64":
-        return Precision(name, device, torch.float64)
-    if name in ("fp32", "ieee", "tf32"):
-        return Precision(name, device)
-    if name == "bf16":
-        return Precision(name, device, autocast=torch.bfloat16)
-    if name == "fp16":
-        return Precision(name, device, autocast=torch.float16, is_scaled=True)
-    raise UserError(f"unknown precision '{name}'; choose fp64, fp32, ieee, tf32, bf16 or fp16")
+    if name not in FORMATS:
+        raise UserError(f"unknown precision '{name}'; choose {', '.join(FORMATS)}")
+    return Precision(name, device, *FORMATS[name], is_scaled=name == "fp16")
+
+
+def precision_of(config: Config) -> Precision:
+    """The precision of a run."""
+    return make_precision(config.run.precision, config.run.device)
