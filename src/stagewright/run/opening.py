@@ -58,6 +58,16 @@ class Binding:
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """By whom a run is started, and as what."""
+
+    world: int | None = None  # processes that another launcher has started for it
+    is_host: bool = True  # this machine collects events and resumes in the run's folder; others always get a new one
+    is_scripted: bool = False  # a script's own loop drives it, which has no end
+    keeps_weights: bool = False  # without --export they are left in the run folder, where a file can hold them
+
+
+@dataclass(frozen=True, slots=True)
 class Opening:
     """What is trained: everything that is known before there is a plan."""
 
@@ -71,13 +81,13 @@ class Opening:
     weights: Start | None  # where the first weights came from, if they are not new
     groups: tuple[Group, ...]
     resume: Resume | None
-    is_scripted: bool  # a script's own loop has no end
+    launch: Launch
 
     @property
     def steps(self) -> int | None:
         """Batches to train; None where a script or the plan decides that."""
         run, batch = self.config.run, self.config.plan.batch
-        if self.is_scripted or batch is None:
+        if self.launch.is_scripted or batch is None:
             return None
         return (run.epochs or 1) * (len(self.source) // batch) if run.steps is None else run.steps
 
@@ -98,13 +108,13 @@ class Opening:
         return open_model(replace(self.config, run=replace(self.config.run, precision="fp32", device="cpu")))
 
 
-def open_run(config: Config, voice: Voice = SILENT, *, is_scripted: bool = False) -> Opening:
+def open_run(config: Config, voice: Voice = SILENT, launch: Launch | None = None) -> Opening:
     """Resolve the device, the data, the model and the batch, and open data and model.
 
     What was assumed is a note.
     """
-    config = with_devices(config)
-    if not (config.run.emulate or is_scripted):  # a script makes its objects on every rank
+    config, launch = with_devices(config), launch or Launch()
+    if not (config.run.emulate or launch.is_scripted):  # a script makes its objects on every rank
         require_portable(config)
     load_metrics(config.run.metrics)  # reports an unknown one at once
     criterion_of(config)  # so does this
@@ -112,19 +122,19 @@ def open_run(config: Config, voice: Voice = SILENT, *, is_scripted: bool = False
     assuming = replace(voice, note=assumed.append)
     config = resolve_model(with_split(config, assuming), assuming)
     resume = find_checkpoint(config.run.resume) if config.run.resume else None
-    opening = _opened(replace(config, run=replace(config.run, resume=None)), resume, voice, is_scripted=is_scripted)
+    opening = _opened(replace(config, run=replace(config.run, resume=None)), resume, voice, launch)
     config, samples = opening.config, len(opening.source)
-    if not is_scripted:
+    if not launch.is_scripted:
         config = with_sizes(config, samples, assuming)
     for line in _assumptions(assumed):
         voice.note(line)
-    if not is_scripted and resume is None and (advice := few_images(config, samples)):
+    if not launch.is_scripted and resume is None and (advice := few_images(config, samples)):
         voice.note(advice)
     threads = config.run.threads if config.run.threads or is_open(config) else 1
     return replace(opening, config=replace(config, run=replace(config.run, threads=threads)))
 
 
-def _opened(config: Config, resume: Resume | None, voice: Voice, *, is_scripted: bool) -> Opening:
+def _opened(config: Config, resume: Resume | None, voice: Voice, launch: Launch) -> Opening:
     """Open the data and build the model, traced on a few samples."""
     precision = precision_of(config)
     with within_memory(**memory_options(config), samples=config.data.samples):
@@ -155,7 +165,7 @@ def _opened(config: Config, resume: Resume | None, voice: Voice, *, is_scripted:
             is_plain=is_ours(config.model.name),
         )
         groups = resolve_groups(model, config.optimizer)
-    return Opening(config, source, val, binding, loss, precision, chain, weights, groups, resume, is_scripted)
+    return Opening(config, source, val, binding, loss, precision, chain, weights, groups, resume, launch)
 
 
 def _is_uncut(config: Config) -> bool:

@@ -46,7 +46,7 @@ from stagewright.run.defaults import is_open
 from stagewright.run.dry_run import dry_run
 from stagewright.run.export import rehearse
 from stagewright.run.folder import WEIGHTS_FILE, new_folder
-from stagewright.run.opening import Opening, open_run
+from stagewright.run.opening import Launch, Opening, open_run
 from stagewright.run.plan import AutoPlan, auto_plan_lines, find_plan, one_device
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.job import Job
@@ -71,31 +71,22 @@ class Prepared:
 def prepare(
     given: Config | Opening,
     voice: Voice = SILENT,
-    *,
-    is_host: bool = True,
-    world: int | None = None,
-    is_scripted: bool = False,
-    keeps_weights: bool = False,
+    launch: Launch | None = None,
 ) -> Prepared:
-    """The job of a configuration; `world` processes have been started for it, unless it is None.
-
-    `keeps_weights`: without --export the trained weights are left in the run folder, where a file can hold them.
-    Only the host resumes in the folder of the run it resumes; other machines always get a new one. The job of a
-    script's own loop has no end.
-    """
-    opening = given if isinstance(given, Opening) else open_run(given, voice, is_scripted=is_scripted)
-    started = _Started(world, keeps_weights)
-    auto = _auto_plan(opening, voice, world) if is_open(opening.config) else None
+    """The job of a configuration, or of one that is open already; no launch is one by a command, on one machine."""
+    launch = launch or Launch()
+    opening = replace(given, launch=launch) if isinstance(given, Opening) else open_run(given, voice, launch)
+    auto = _auto_plan(opening, voice) if is_open(opening.config) else None
     if auto is None:
-        job = _tried(opening, started, voice)
+        job = _tried(opening, voice)
     else:
-        job, auto = _tried_auto(opening, auto, started, voice)
+        job, auto = _tried_auto(opening, auto, voice)
     _tell_workers(voice, job.config, job.plan)
     if auto is None or auto.prediction is None:
         prediction, interval = predict_job(job.config, job.plan), None  # reports an unsuitable profile before a folder
     else:
         prediction, interval = auto.prediction, auto.interval
-    resume = opening.resume if is_host else None
+    resume = opening.resume if launch.is_host else None
     if resume is not None and resume.is_newest and resume.checkpoint.manifest.plan.batch == job.plan.batch:
         folder = resume.run
     else:
@@ -103,14 +94,6 @@ def prepare(
         folder = new_folder(job.config.run.runs, f"{model}-{job.plan.mode}-{job.plan.shape}")
     export = None if job.export is None else job.config.run.export or str(folder / WEIGHTS_FILE)
     return Prepared(replace(job, folder=str(folder), export=export), prediction, interval)
-
-
-@dataclass(frozen=True, slots=True)
-class _Started:
-    """By whom a run was started."""
-
-    world: int | None  # processes, where another launcher has started them
-    keeps_weights: bool
 
 
 def explained(config: Config, voice: Voice) -> AutoPlan:
@@ -133,7 +116,7 @@ def planned(config: Config, voice: Voice) -> Config | Opening:
     """
     if not is_open(config):
         return config
-    opening = open_run(config, voice, is_scripted=True)
+    opening = open_run(config, voice, Launch(is_scripted=True))
     opening = _by(opening, _told(_auto_plan(opening, voice), voice))
     found = opening.config
     return opening if opening.resume is None else replace(found, run=replace(found.run, resume=config.run.resume))
@@ -142,28 +125,28 @@ def planned(config: Config, voice: Voice) -> Config | Opening:
 # --- Auto -------------------------------------------------------------------------------------------------------------
 
 
-def _auto_plan(opening: Opening, voice: Voice, world: int | None = None, *, always: bool = False) -> AutoPlan:
+def _auto_plan(opening: Opening, voice: Voice, *, always: bool = False) -> AutoPlan:
     """What auto comes to on this machine."""
-    check_fits(Facts(opening.config, world))
-    if world is not None:
+    check_fits(Facts(opening.config, opening.launch.world))
+    if opening.launch.world is not None:
         return one_device(opening.config, "one process was started")
     chain = opening.chain
     units = [] if chain.way is Way.WHOLE else [name for name in chain.units if name not in chain.impossible]
     return find_plan(opening.config, chain.example.form, units, opening.steps, voice.note, always=always)
 
 
-def _tried_auto(opening: Opening, auto: AutoPlan, started: _Started, voice: Voice) -> tuple[Job, AutoPlan]:
+def _tried_auto(opening: Opening, auto: AutoPlan, voice: Voice) -> tuple[Job, AutoPlan]:
     """The job by the chosen plan; where that can't be trained, by that of one device."""
     warnings: list[str] = []
     held = replace(voice, warn=warnings.append)  # of a plan that is given up nothing is said
     try:
-        job = _tried(_by(opening, auto), started, held)
+        job = _tried(_by(opening, auto), held)
     except UserError as error:
         if auto.plan.world == 1:
             raise
         warnings.clear()
         auto = one_device(opening.config, f"several ranks can't train it: {first_line(error, 200)}")
-        job = _tried(_by(opening, auto), started, held)
+        job = _tried(_by(opening, auto), held)
     for warning in warnings:
         voice.warn(warning)
     return job, _told(auto, voice)
@@ -192,20 +175,21 @@ def _tell_workers(voice: Voice, config: Config, plan: Plan) -> None:
 # --- Plan and try -----------------------------------------------------------------------------------------------------
 
 
-def _tried(opening: Opening, started: _Started, voice: Voice) -> Job:
+def _tried(opening: Opening, voice: Voice) -> Job:
     """The job of an opening but for its folder: planned and proven, and its stages run once."""
     voice.progress("making the plan and proving its cut")
-    cluster = cluster_of(opening.config) if started.world is None else ANYWHERE  # the launcher has chosen the machines
+    launch = opening.launch
+    cluster = cluster_of(opening.config) if launch.world is None else ANYWHERE  # the launcher has chosen the machines
     opening, plan, proof = first_proven(opening.chain, partial(_proven, opening, cluster, voice))
     voice.progress("trying the stages on a few samples")
     config, chain, order = opening.config, opening.chain, opening.order(plan)
     require_devices(config, plan, voice)
-    if started.world is None:
+    if launch.world is None:
         _warn_about_cores(config, plan, voice)
-    batches, pauses = (MOST_STEPS, ()) if opening.is_scripted else _length(config, order)
+    batches, pauses = (MOST_STEPS, ()) if launch.is_scripted else _length(config, order)
     facts = Facts(
         config,
-        started.world,
+        launch.world,
         mode=plan.mode,
         ranks=plan.world,
         idle=_idle_machine(config, plan),
@@ -218,7 +202,7 @@ def _tried(opening: Opening, started: _Started, voice: Voice) -> Job:
     check_fits(facts)
     check(plan.starting_at(0))
     pieces = chain.cut(plan.cuts)
-    exports = not opening.is_scripted and _exports(config, chain.model, pieces, started.keeps_weights)
+    exports = not launch.is_scripted and _exports(config, chain.model, pieces, launch.keeps_weights)
     require_optimizer(config, chain.model, pieces)
     training, evaluation = dry_run(opening, plan, pieces, facts, voice)
     unit, per_sample = opening.source.unit
@@ -244,7 +228,7 @@ def _tried(opening: Opening, started: _Started, voice: Voice) -> Job:
         export="" if exports else None,
         unit=unit,
         per_sample=per_sample,
-        is_scripted=opening.is_scripted,
+        is_scripted=launch.is_scripted,
     )
     return job if opening.resume is None else opening.resume.apply(job, facts, chain.model, voice)
 

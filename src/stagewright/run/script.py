@@ -28,11 +28,8 @@ from stagewright.data.order import AugmentSeed, EvaluationSampler, Indices, Orde
 from stagewright.data.sources import Source
 from stagewright.errors import Interrupted, RunFailed, UserError, printable
 from stagewright.report.live.terminal import say
-from stagewright.run.folder import run_lock
-from stagewright.run.opening import Opening
-from stagewright.run.prepare import prepare
-from stagewright.run.resume import resumed_run
-from stagewright.run.train import Host, headline, hosted, run, write_report, write_start
+from stagewright.run.opening import Launch, Opening
+from stagewright.run.train import Host, headline, hosted, locked, run, write_report, write_start
 from stagewright.runtime.checkpoint.history import History, read_history
 from stagewright.runtime.job import Job
 from stagewright.runtime.precision import precision_of
@@ -112,17 +109,9 @@ class Alone:
             say(self._console, f"warning: {warning}")
 
         self._warn = warn
-        resumed = None
-        if isinstance(given, Config):
-            if given.run.threads is None and not given.run.emulate:  # emulated ranks have as many as real ones
-                given = replace(given, run=replace(given.run, threads=torch.get_num_threads()))
-            resumed = resumed_run(given.run.resume) if given.run.resume else None
-        if resumed is not None:
-            self._stack.enter_context(run_lock(resumed))
-        self.job = job = prepare(given, Voice(warn), is_scripted=True).job
-        if Path(job.folder) != resumed:
-            self._stack.close()
-            self._stack.enter_context(run_lock(Path(job.folder)))
+        if isinstance(given, Config) and given.run.threads is None and not given.run.emulate:
+            given = replace(given, run=replace(given.run, threads=torch.get_num_threads()))  # emulated: as real ranks
+        self.job = job = self._stack.enter_context(locked(given, Voice(warn), Launch(is_scripted=True))).job
         self.history = read_history(job)
         write_start(job, warnings)
         say(self._console, *headline(job))

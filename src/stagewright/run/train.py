@@ -12,8 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from stagewright.run.export import export_checkpoint, export_states, require_tar
 from stagewright.run.folder import PLAN_FILE, PROOF_FILE, WEIGHTS_FILE, failure_recorded, run_lock
 from stagewright.run.observe.monitor import Callback, Callbacks, check_monitor_rate, fan_out, monitored, usage_totals
 from stagewright.run.observe.trackers import require_tracker, tracked
-from stagewright.run.opening import Opening
+from stagewright.run.opening import Launch, Opening
 from stagewright.run.prepare import Prepared, memory_advice, predict_job, prepare
 from stagewright.run.report import open_run, write_page
 from stagewright.run.resume import resumed_run
@@ -56,7 +55,7 @@ from stagewright.runtime.process.children import SpareRanks
 from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.external import ExternalGroup, find_rank
 from stagewright.runtime.process.launch import launch
-from stagewright.runtime.process.log import Ledger
+from stagewright.runtime.process.log import Collector, Ledger
 from stagewright.runtime.process.object_pipe import given_names
 from stagewright.runtime.process.rank import state_file
 from stagewright.runtime.process.signals import stop_on_signal
@@ -138,6 +137,22 @@ class Result:
         yield "folder", printable(str(self.folder))
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """How a run was asked for, beside its configuration."""
+
+    console: Console
+    callbacks: Callbacks
+    script: Sequence[str] | None
+    keeps_weights: bool
+    progress: Progress
+    spare: SpareRanks | None
+
+    def say(self, *lines: str) -> None:
+        self.progress.clear()
+        say(self.console, *lines)
+
+
 def run(
     given: Config | Opening,
     console: Console | None = None,
@@ -160,100 +175,78 @@ def run(
     The host calls the callbacks with every record. Where one returns True the run stops after a checkpoint, and its
     result is that of the steps so far; what one raises is raised after the same.
     """
-    console, config = console or Console(quiet=True), given.config if isinstance(given, Opening) else given
+    config = given.config if isinstance(given, Opening) else given
+    console, progress = console or Console(quiet=True), progress or Progress()
+    asked = _Asked(console, Callbacks(callbacks), script, keeps_weights, progress, spare)
     check_monitor_rate(config)
     require_tracker(config)
-    site = find_site(config.nodes)
-    place = find_rank(config)
+    if config.run.export:
+        require_target(Path(config.run.export))
+    site, place = find_site(config.nodes), find_rank(config)
     if place is None:
-        return _run(given, console, site, callbacks, script, keeps_weights, progress or Progress(), spare)
+        return _run(given, asked, site, None)
     with ExternalGroup(place, config.nodes.join_timeout) as group:
         if place.rank:
             return _run_other_rank(group, script)
-        return _run(given, console, group, callbacks, script, keeps_weights, progress or Progress(), None)
+        return _run(given, replace(asked, spare=None), None, group)
 
 
-def _run(
-    given: Config | Opening,
-    console: Console,
-    site: Site | ExternalGroup | None,
-    callbacks: Sequence[Callback],
-    script: Sequence[str] | None,
-    keeps_weights: bool,
-    progress: Progress,
-    spare: SpareRanks | None,
-) -> Result:
+def _run(given: Config | Opening, asked: _Asked, site: Site | None, group: ExternalGroup | None) -> Result:
     """Prepare and run this machine's part of a configuration, or rank 0's."""
-    config = given.config if isinstance(given, Opening) else given
     warnings: list[str] = []
-    group = site if isinstance(site, ExternalGroup) else None
-
-    def note(line: str) -> None:
-        progress.clear()
-        say(console, line)
 
     def warn(warning: str) -> None:
         warnings.append(warning)
-        note(f"warning: {warning}")
+        asked.say(f"warning: {warning}")
 
-    if config.run.export:
-        require_target(Path(config.run.export))
-    is_host = not isinstance(site, Site) or site.is_host
+    voice, other = Voice(warn, asked.say, asked.progress), None if site is None or site.is_host else site
     job = group.restarted_job() if group else None
-    with ExitStack() as locks:
+    with ExitStack() as stack:
         if job is None:
-            resumed = resumed_run(config.run.resume) if config.run.resume and is_host else None
-            if resumed is not None:
-                locks.enter_context(run_lock(resumed))  # before it is read: a run in training deletes its checkpoints
             world = group.place.world if group else None
-            prepared = prepare(
-                given,
-                Voice(warn, note, progress),
-                is_host=is_host,
-                world=world,
-                is_scripted=script is not None,
-                keeps_weights=keeps_weights,
-            )
+            launch = Launch(world, other is None, asked.script is not None, asked.keeps_weights)
+            made = stack.enter_context(locked(given, voice, launch))
         else:
-            resumed, prepared = None, Prepared(job, predict_job(job.config, job.plan))
-        job = prepared.job
-        if Path(job.folder) != resumed:
-            locks.close()
-            locks.enter_context(run_lock(Path(job.folder)))
-        locks.enter_context(failure_recorded(Path(job.folder)))
-        locks.enter_context(traceback_in_log(Path(job.folder)))
+            made = Prepared(job, predict_job(job.config, job.plan))
+            stack.enter_context(run_lock(Path(job.folder)))
+        job = made.job
+        stack.enter_context(failure_recorded(Path(job.folder)))
+        stack.enter_context(traceback_in_log(Path(job.folder)))
         write_start(job, warnings)
-        progress.clear()
-        say(console, *headline(job))
-        if isinstance(site, Site) and not site.is_host:
-            return _run_other_machine(job, site, console, script, spare)
+        asked.say(*headline(job))
+        if other is not None:
+            return _run_other_machine(job, other, asked)
         if group is not None:
             group.publish(job)
-        predicted = None if prepared.prediction is None else prepared.prediction.images_per_second
-        if predicted is not None and prepared.interval is None:  # else the line about the layout has said it
+        predicted = None if made.prediction is None else made.prediction.images_per_second
+        if predicted is not None and made.interval is None:  # else the line about the layout has said it
             unit = job.throughput_unit
-            say(console, f"predicted: {format_rate(unit.of(predicted))} {unit.rate}")
+            asked.say(f"predicted: {format_rate(unit.of(predicted))} {unit.rate}")
         try:
-            return _run_host(job, console, site, predicted, Callbacks(callbacks), script, progress, spare)
+            with hosted(job, asked.console, predicted, asked.callbacks, asked.progress) as host:
+                host.exported = _execute(job, host, site or group, asked)
+            assert host.result is not None
+            return host.result
         finally:
             write_report(job, warn)
 
 
-def _run_host(
-    job: Job,
-    console: Console,
-    site: Site | ExternalGroup | None,
-    predicted: float | None,
-    callbacks: Callbacks,
-    script: Sequence[str] | None,
-    progress: Progress,
-    spare: SpareRanks | None,
-) -> Result:
-    """Run a job's ranks, collect their events, and write the trace and the summary."""
-    with hosted(job, console, predicted, callbacks, progress) as host:
-        host.exported = _execute(job, host.ledger, site, host.say, script, spare)
-    assert host.result is not None
-    return host.result
+@contextmanager
+def locked(given: Config | Opening, voice: Voice, launch: Launch) -> Iterator[Prepared]:
+    """A prepared run, whose folder no other process trains in meanwhile.
+
+    One that is resumed is locked before it is read: a run in training deletes its checkpoints.
+    """
+    text = given.run.resume if isinstance(given, Config) and launch.is_host else None
+    resumed = resumed_run(text) if text else None
+    with ExitStack() as locks:
+        if resumed is not None:
+            locks.enter_context(run_lock(resumed))
+        prepared = prepare(given, voice, launch)
+        if (folder := Path(prepared.job.folder)) != resumed:
+            locks.close()
+            locks.enter_context(run_lock(folder))
+        yield prepared
 
 
 @dataclass
@@ -276,20 +269,13 @@ def hosted(
 ) -> Iterator[Host]:
     """Within, the events of a job's ranks are collected; then its trace and summary are written."""
     callbacks = callbacks or Callbacks()
-    folder, began, data = Path(job.folder), time.monotonic(), evaluated_on(as_tables(job.config))
+    folder, began = Path(job.folder), time.monotonic()
+    steps, unit, every = None if job.is_scripted else job.batches, job.throughput_unit, job.config.run.log_every
+    data, world = evaluated_on(as_tables(job.config)), job.plan.world
     try:
         with (
-            RunConsole(
-                console,
-                None if job.is_scripted else job.batches,
-                job.plan.batch,
-                job.config.run.log_every,
-                data,
-                job.throughput_unit,
-                progress,
-                job.plan.world,
-            ) as shown,
-            tracked(job.config, folder, shown.warn, job.throughput_unit) as track,
+            RunConsole(console, steps, job.plan.batch, every, data, unit, progress, world) as shown,
+            tracked(job.config, folder, shown.warn, unit) as track,
             Ledger(job, fan_out(track, shown.show, callbacks), shown.warn, lambda: callbacks.is_stopping) as ledger,
             monitored(job, track, shown.warn) as monitor,
         ):
@@ -298,51 +284,54 @@ def hosted(
     except Interrupted as error:
         raise Interrupted(error.when, _how_to_resume(job)) from None
     except RunFailed as error:
-        short = ledger.collector.shortage
-        advice = None
-        if short is not None:
-            advice = memory_advice(job.config, job.plan, short.rank, short.room, job.training.form)
-        raise RunFailed("; ".join(filter(None, (str(error), advice, _how_to_resume(job))))) from error
-    collector = ledger.collector
-    if collector.stopped_at is not None:
-        how = _how_to_resume(job, collector.stopped_at)
+        words = [str(error)]
+        if (short := ledger.collector.shortage) is not None:
+            words.append(memory_advice(job.config, job.plan, short.rank, short.room, job.training.form))
+        raise RunFailed("; ".join(filter(None, (*words, _how_to_resume(job))))) from error
+    if (stopped := ledger.collector.stopped_at) is not None:
+        how = _how_to_resume(job, stopped)
         if not callbacks.is_stopping:
-            raise Interrupted(f"after step {collector.stopped_at}", how)
+            raise Interrupted(f"after step {stopped}", how)
         if callbacks.error is not None:
-            callbacks.error.add_note(f"raised by a callback; the run stopped after step {collector.stopped_at}; {how}")
-        host.exported = _export_stopped(job, collector.stopped_at)
+            callbacks.error.add_note(f"raised by a callback; the run stopped after step {stopped}; {how}")
+        host.exported = _export_stopped(job, stopped)
     if callbacks.error is not None:
         raise callbacks.error
     if not (folder / PLAN_FILE).exists():
         folder.mkdir(0o700, parents=True, exist_ok=True)
         write_start(job, [f"{folder} was deleted while the run trained; what was in it is lost"])
+    collector, seconds = ledger.collector, time.monotonic() - began
     (folder / "trace.json").write_text(json.dumps(collector.timeline.chrome_trace()))
-    summary = {
-        "folder": str(folder),
+    summary = _summary(job, collector, predicted, host.exported) | {"seconds": seconds, "use": usage_totals(monitor)}
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+    host.result = Result(folder, job.plan, tuple(collector.steps), tuple(collector.evaluations), summary, host.exported)
+
+
+def _summary(job: Job, collector: Collector, predicted: float | None, exported: Path | None) -> dict[str, Any]:
+    """What a run came to, as summary.json has it; speeds are in samples, whatever the unit."""
+    speed, last = collector.speed(), collector.steps[-1] if collector.steps else None
+    return {
+        "folder": job.folder,
+        "machine": 0,
         "model": job.config.model.name,
         "plan": job.plan.describe(),
         "batches": len(collector.steps),
-        "images_per_second": speed.rate if (speed := collector.speed()) else None,  # samples, whatever the unit
-        "unit": job.unit,
-        "per_sample": job.per_sample,
+        "images_per_second": speed and speed.rate,
         "steady_steps": speed.steps if speed else 0,  # that the speed counts
         "predicted_images_per_second": predicted,
-        "loss": collector.steps[-1].loss if collector.steps else None,
+        "unit": job.unit,
+        "per_sample": job.per_sample,
+        "loss": last and last.loss,
         "diverged": _divergence(collector.steps, job.config.optimizer.lr),
-        "loss_scale": collector.steps[-1].loss_scale if collector.steps else None,
+        "loss_scale": last and last.loss_scale,
         "skipped_updates": collector.skipped,  # by stage
         "bad_records": len(collector.replaced),
-        "best": _best(folder, collector.best),
+        "best": _best(Path(job.folder), collector.best),
         "stopped_early": collector.stopped_early,
         "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
-        "evaluated_on": data if collector.evaluations else None,
-        "seconds": time.monotonic() - began,
-        "use": usage_totals(monitor),
-        "machine": 0,
-        "exported": None if host.exported is None else str(host.exported),
+        "evaluated_on": evaluated_on(as_tables(job.config)) if collector.evaluations else None,
+        "exported": exported and str(exported),
     }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1))
-    host.result = Result(folder, job.plan, tuple(collector.steps), tuple(collector.evaluations), summary, host.exported)
 
 
 def _best(folder: Path, best: Best | None) -> dict[str, Any] | None:
@@ -375,17 +364,13 @@ def _how_to_resume(job: Job, done: int = 0) -> str:
     return f"{lost}resume with stagewright train --resume {job.folder}"
 
 
-def _run_other_machine(
-    job: Job, site: Site, console: Console, script: Sequence[str] | None, spare: SpareRanks | None
-) -> Result:
+def _run_other_machine(job: Job, site: Site, asked: _Asked) -> Result:
     """Run the ranks of a machine that is not the host; the host collects their events."""
-    show = partial(say, console)
-    with monitored(job, lambda use: None, lambda warning: show(f"warning: {warning}"), site.index) as monitor:
-        is_stopping = launch(job, None, NewestCheckpoint(job), site, show, script, spare)
+    with monitored(job, lambda use: None, lambda warning: asked.say(f"warning: {warning}"), site.index) as monitor:
+        is_stopping = launch(job, None, NewestCheckpoint(job), site, asked.say, asked.script, asked.spare)
     if is_stopping:
         raise Interrupted("with the other machines")
-    summary = {"folder": job.folder, "plan": job.plan.describe(), "machine": site.index, "use": usage_totals(monitor)}
-    return Result(Path(job.folder), job.plan, (), (), summary, None)
+    return _silent_result(job, machine=site.index, use=usage_totals(monitor))
 
 
 def _run_other_rank(group: ExternalGroup, script: Sequence[str] | None) -> Result:
@@ -396,19 +381,18 @@ def _run_other_rank(group: ExternalGroup, script: Sequence[str] | None) -> Resul
             sys.exit(1)  # rank 0 failed, or all ranks were asked to stop
     except (RunFailed, Interrupted):
         sys.exit(1)
-    summary = {"folder": job.folder, "plan": job.plan.describe(), "rank": group.place.rank}
+    return _silent_result(job, rank=group.place.rank)
+
+
+def _silent_result(job: Job, **where: Any) -> Result:
+    """The result of a process that is not the host: it has seen no events."""
+    summary = {"folder": job.folder, "plan": job.plan.describe(), **where}
     return Result(Path(job.folder), job.plan, (), (), summary, None)
 
 
-def _execute(
-    job: Job,
-    ledger: Ledger,
-    site: Site | ExternalGroup | None,
-    say: Callable[[str], None],
-    script: Sequence[str] | None,
-    spare: SpareRanks | None,
-) -> Path | None:
+def _execute(job: Job, host: Host, site: Site | ExternalGroup | None, asked: _Asked) -> Path | None:
     """Run the ranks of this machine; return the file of exported weights, if the options ask for one."""
+    ledger = host.ledger
     if job.config.run.emulate:
         job.save(Path(job.folder) / "job.json")
         with preserved_state([0] if job.config.run.device == "cuda" else []):
@@ -417,7 +401,7 @@ def _execute(
             with stop_on_signal(emulation.pauses.stop):
                 emulation.run()
             return None if emulation.is_stopped else _export(job, list(emulation.states().values()))
-    launch(job, ledger, NewestCheckpoint(job), site, say, script, spare)
+    launch(job, ledger, NewestCheckpoint(job), site, host.say, asked.script, asked.spare)
     if not job.export or ledger.collector.stopped_at is not None:
         return None
     files = [state_file(Path(job.folder), stage.index) for stage in job.plan.stages]
