@@ -75,6 +75,7 @@ from stagewright.runtime.script.rates import Panel, ScriptRates
 from stagewright.runtime.stage.equality import hash_of
 from stagewright.runtime.stage.own_optimizer import build_own
 from stagewright.runtime.stage.scores import make_scorer
+from stagewright.torch_internals import version_of
 from stagewright.voice import Voice
 
 _OF_THE_LOOP = {  # options that a script's own loop is instead of
@@ -610,7 +611,7 @@ class Engine:
         """What must stay as it is: parameters and their shapes; where a copy is trained, their values too."""
         is_copy = self._session is not None and self._trains_copy(self._session)
         return {
-            name: (tuple(p.shape), p.requires_grad, p._version if is_copy else None)
+            name: (tuple(p.shape), p.requires_grad, version_of(p) if is_copy else None)
             for name, p in self._model.named_parameters()
         }
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from stagewright.data.augment import Jitter, View
 from stagewright.data.formats.records import BadRecordError, Record, Records
 from stagewright.errors import UserError, first_line
+from stagewright.torch_internals import resize_into
 
 Pixels = NDArray[np.uint8]  # rows, columns, RGB
 MOST_PIXELS = 100_000_000  # a larger image is treated as a damaged header or an attack
@@ -216,7 +217,7 @@ def _resize(planes: Tensor, target: Tensor) -> None:
     if planes.shape == target.shape:
         target.copy_(planes)
     else:
-        torch.ops.aten._upsample_bilinear2d_aa.out(planes, list(target.shape[2:]), False, None, None, out=target)
+        resize_into(planes, target)
 
 
 def _planes(pixels: Pixels) -> Pixels:

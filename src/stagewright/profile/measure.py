@@ -24,6 +24,7 @@ from stagewright.model.load import build_model
 from stagewright.model.walk import Walk, model_errors, require_output
 from stagewright.profile.profile import Ceilings, Profile, Table, Unit
 from stagewright.profile.shapes import kind_of, run_units
+from stagewright.torch_internals import keep_gpu_busy
 
 _WARM_UP = 2  # passes that are not counted
 _REPEATS = 7
@@ -70,7 +71,7 @@ class Clock:
     def head_start(self) -> None:
         """Keep a GPU busy, so that kernels launched meanwhile run back to back even if launches are slow."""
         if self._on_gpu:
-            torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+            keep_gpu_busy(_HEAD_START_CYCLES)
 
     def synchronize(self) -> None:
         """Wait for everything that was launched; marks can be read after that."""

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stagewright.model.call import Form, Inputs
 from stagewright.model.chain import Chain
 from stagewright.model.walk import Visit, Walk, require_output
+from stagewright.torch_internals import memory_of
 
 _PROBE_SAMPLES = 4
 _ELEMENT = 4  # bytes of an element in fp32
@@ -176,8 +177,8 @@ def _shape(unit: RunUnit, operations: int, *, begins: bool) -> Shape:
 
 def run_units(chain: Chain, walk: Walk) -> Iterator[RunUnit]:
     """Run every unit of a walk; parameters and saved tensors that several units share count for the first of them."""
-    owned = {tensor.untyped_storage()._cdata for tensor in (*chain.model.parameters(), *chain.model.buffers())}
-    kept: list[UntypedStorage] = []
+    owned = {memory_of(tensor) for tensor in (*chain.model.parameters(), *chain.model.buffers())}
+    kept: dict[int, UntypedStorage] = {}
     counted: set[int] = set()
     for visit in walk:
         with _saving(kept, owned) as saved:
@@ -190,17 +191,15 @@ def run_units(chain: Chain, walk: Walk) -> Iterator[RunUnit]:
 
 
 @contextmanager
-def _saving(kept: list[UntypedStorage], owned: set[int]) -> Iterator[list[int]]:
+def _saving(kept: dict[int, UntypedStorage], owned: set[int]) -> Iterator[list[int]]:
     """Collect the bytes of tensors that autograd saves for backward: each storage once, without those in `owned`."""
     sizes: list[int] = []
-    seen = {storage._cdata for storage in kept}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in owned and storage._cdata not in seen:
-            seen.add(storage._cdata)
-            kept.append(storage)  # kept alive, so that no other storage gets its address
-            sizes.append(storage.nbytes())
+        memory = memory_of(tensor)
+        if memory not in owned and memory not in kept:
+            kept[memory] = tensor.untyped_storage()  # kept alive, so that no other storage gets its address
+            sizes.append(kept[memory].nbytes())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

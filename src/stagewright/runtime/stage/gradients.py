@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stagewright.runtime.comm.transport import AllOf, Collective, Pending
 from stagewright.runtime.stage.versions import Parameter
+from stagewright.torch_internals import copy_each
 
 KEPT_NORMS = 4  # updates; no stage has as many open
 
@@ -309,7 +310,7 @@ class GradientBuffers:
                 places.append(view)
             leaf.grad = view
         if made:
-            torch._foreach_copy_(places, made)
+            copy_each(places, made)
 
     def _sum_next(self, gradient: _Gradient) -> None:
         first, last = self._ranges[len(gradient.sums)]

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stagewright.model.call import leaves_of
 from stagewright.runtime.comm.device import Device, record_event, timed_event
 from stagewright.runtime.precision import Precision
+from stagewright.torch_internals import tree_flatten, tree_unflatten
 
 Call = Callable[[Sequence[object]], Any]  # of a stage
 _TRIALS = 5

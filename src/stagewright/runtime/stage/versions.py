@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.errors import UserError
+from stagewright.torch_internals import parameters_in
 
 _ALIGNMENT = 16  # elements; no two parameters share a cache line
 
@@ -78,7 +79,7 @@ class VersionRing:
         self.master = torch.zeros(size, dtype=dtype, device=device)
         for parameter in self.parameters:
             module, name = parameter.sites[0]
-            parameter.view(self.master).copy_(module._parameters[name].detach())  # type: ignore[union-attr]
+            parameter.view(self.master).copy_(parameters_in(module)[name].detach())
         slots = [self.master] if versions == 1 else [self.master.clone() for _ in range(versions)]
         self.slots = [Slot(flat, self.parameters) for flat in slots]
         if versions == 1 and keeps_objects:
@@ -119,7 +120,7 @@ class VersionRing:
             self._current = slot
             for parameter, leaf in zip(self.parameters, slot.leaves, strict=True):
                 for module, name in parameter.sites:
-                    module._parameters[name] = leaf  # type: ignore[assignment]
+                    parameters_in(module)[name] = leaf
         return slot
 
 
@@ -178,7 +179,7 @@ class MovingAverage(Average):
 def _as_view(parameter: Parameter, flat: Tensor) -> Tensor:
     """The author's own parameter, its data a view of a flat buffer."""
     module, name = parameter.sites[0]
-    own = module._parameters[name]
+    own: nn.Parameter = parameters_in(module)[name]
     assert own is not None
     own.data = parameter.view(flat)
     return own
@@ -189,7 +190,7 @@ def _sites(roots: Sequence[nn.Module], trainable: Collection[str]) -> dict[int, 
     found: dict[int, dict[str, list[tuple[nn.Module, str]]]] = {}
     for root in roots:
         for prefix, module in root.named_modules(remove_duplicate=False):
-            for name, tensor in module._parameters.items():
+            for name, tensor in parameters_in(module).items():
                 full = f"{prefix}.{name}" if prefix else name
                 if tensor is not None and (full in trainable or id(tensor) in found):
                     sites = found.setdefault(id(tensor), {}).setdefault(full, [])
@@ -203,7 +204,7 @@ def _collect(roots: Sequence[nn.Module], trainable: Collection[str]) -> list[Par
     offset = 0
     for by_name in _sites(roots, trainable).values():
         sites = list(dict.fromkeys(site for sites in by_name.values() for site in sites))
-        tensor = sites[0][0]._parameters[sites[0][1]]
+        tensor = parameters_in(sites[0][0])[sites[0][1]]
         assert tensor is not None
         stride = torch.empty_like(tensor, device="meta").stride()  # the tensor's own, made dense
         is_complex = tensor.is_complex()
