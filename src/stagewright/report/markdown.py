@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from stagewright.errors import printable, printable_lines
-from stagewright.report.charts import table_of, thinned
+from stagewright.report.numbers import table_of, thinned
 from stagewright.report.page import Block, Curves, Listing, Note, Page, Pipeline, Summary, Table, Tiles
 from stagewright.report.words import format_seconds, is_numeric
 

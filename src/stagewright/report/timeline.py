@@ -17,7 +17,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from stagewright.metrics import Span, Timeline
-from stagewright.report.charts import is_evaluation, kind_of
 from stagewright.report.page import Curve, Curves, Mark, Pipeline, Point
 from stagewright.report.read import Run
 
@@ -31,6 +30,9 @@ _MICROBATCH = re.compile(r"[0-9]+[FB]([0-9]{1,15})@")
 _MOST_CURVES = 16
 _FEW_BARS = 80  # of a rank: a timeline with no more is shown whole at first
 _FIRST_BARS = 40  # of the busiest rank in the first view of a longer one
+KINDS = ("forward", "backward", "update", "evaluation", "transfer", "reduce", "waiting")
+_KIND_OF_ACTION = {"F": "forward", "B": "backward", "U": "update", "R": "reduce", "T": "reduce", "A": "reduce"}
+_EVALUATED = re.compile(r"[0-9]+F[0-9]+")
 ACTION_WORDS = {  # of every action's mark, as its text has it
     "F": "forward",
     "B": "backward",
@@ -43,6 +45,24 @@ ACTION_WORDS = {  # of every action's mark, as its text has it
     "RA": "receive activations",
     "RG": "receive gradients",
 }
+
+
+def kind_of(span: Span) -> str:
+    """Which of `KINDS` a span belongs to; a forward without a version is one of an evaluation."""
+    if span.lane == "wait":
+        return "waiting"
+    return "evaluation" if is_evaluation(span) else _KIND_OF_ACTION.get(span.kind, "transfer")
+
+
+def kinds_of(pipeline: Pipeline) -> list[str]:
+    """The kinds of spans that a timeline has, in the order of `KINDS`."""
+    found = {kind_of(span) for span in pipeline.timeline.spans}
+    return [kind for kind in KINDS if kind in found]
+
+
+def is_evaluation(span: Span) -> bool:
+    """Whether a span is a forward of an evaluation, which uses the newest weights and has no version."""
+    return span.kind == "F" and span.lane == "compute" and _EVALUATED.fullmatch(span.name) is not None
 
 
 def action_words(text: str) -> str:

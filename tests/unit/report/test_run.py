@@ -12,9 +12,9 @@ import pytest
 
 from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Step
 from stagewright.metrics import Span, Timeline
-from stagewright.report.charts import table_of
 from stagewright.report.html import as_html
 from stagewright.report.markdown import as_markdown
+from stagewright.report.numbers import table_of
 from stagewright.report.page import Bars, Curves, Look, Note, Page, Pipeline, Stacks, Summary, Table
 from stagewright.run.report import make_page, open_run
 from tests.made_runs import make_run, steps, timeline, usage

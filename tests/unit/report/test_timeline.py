@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 
 from stagewright.metrics import Span, Timeline
-from stagewright.report.charts import kind_of
 from stagewright.report.page import Mark, Pipeline
-from stagewright.report.timeline import ACTION_WORDS, action_words, encode, first_view, start_of_last
+from stagewright.report.timeline import ACTION_WORDS, action_words, encode, first_view, kind_of, start_of_last
 from stagewright.schedule.action import Op
 from tests.made_runs import timeline
 
