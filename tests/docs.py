@@ -24,7 +24,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 COMMANDS = ("sh", "bash", "console", "python")
 MARKS: dict[str, dict[str, str]] = tomllib.loads((ROOT / "tests" / "docs.toml").read_text())
 _FENCE = re.compile(r"^(?P<ticks>`{3,})(?P<language>[\w-]*)[ \t]*(?P<more>.*)$")
