@@ -54,8 +54,8 @@ from stagewright.run.prepare import planned
 from stagewright.run.resume import resumed_config
 from stagewright.run.script import (
     OPTIONS,
-    Alone,
     EpochSampler,
+    Local,
     OneLineErrors,
     Ranks,
     batch_loader,
@@ -316,7 +316,7 @@ class Engine:
             self._finish_loop()
             self._ranks.call("the end of the script", "its last line")
             self._ranks.close()
-        elif isinstance(self._ranks, Alone):
+        elif isinstance(self._ranks, Local):
             self._ranks.abandon(RunFailed("training never began"))
         self._given.close()
 
@@ -326,7 +326,7 @@ class Engine:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
-        elif isinstance(self._ranks, Alone):
+        elif isinstance(self._ranks, Local):
             self._is_closed = True
             atexit.unregister(self.close)
             self._ranks.abandon(error)
@@ -532,7 +532,7 @@ class Engine:
             given = config if is_launched(config) else planned(config, Voice(self._say_once, self._say_once))
             if self._will_launch(given if isinstance(given, Config) else given.config):
                 launch_script(given)
-            self._ranks = Alone(given)
+            self._ranks = Local(given)
         if self._rates is not None:
             plan = self._ranks.job.plan
             self._rates.panel.begin(plan.microbatches, last_begun(plan, 0) + 1)

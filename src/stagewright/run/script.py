@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Protocol
 
@@ -29,7 +28,7 @@ from stagewright.data.sources import Source
 from stagewright.errors import Interrupted, RunFailed, UserError, printable
 from stagewright.report.live.terminal import say
 from stagewright.run.opening import Launch, Opening
-from stagewright.run.train import Host, headline, hosted, locked, run, write_report, write_start
+from stagewright.run.train import Host, begun, headline, hosted, run
 from stagewright.runtime.checkpoint.history import History, read_history
 from stagewright.runtime.job import Job
 from stagewright.runtime.precision import precision_of
@@ -96,27 +95,18 @@ def is_launched(config: Config) -> bool:
     return find_rank(config) is not None
 
 
-class Alone:
+class Local:
     """All ranks in this process."""
 
     def __init__(self, given: Config | Opening) -> None:
-        self._stack = ExitStack()
-        self._console = _Quiet(stderr=True)
-        warnings: list[str] = []
-
-        def warn(warning: str) -> None:
-            warnings.append(warning)
-            say(self._console, f"warning: {warning}")
-
-        self._warn = warn
         if isinstance(given, Config) and given.run.threads is None and not given.run.emulate:
             given = replace(given, run=replace(given.run, threads=torch.get_num_threads()))  # emulated: as real ranks
-        self.job = job = self._stack.enter_context(locked(given, Voice(warn), Launch(is_scripted=True))).job
-        self.history = read_history(job)
-        write_start(job, warnings)
-        say(self._console, *headline(job))
-        job.save(Path(job.folder) / "job.json")
-        self._host: Host = self._stack.enter_context(hosted(job, Console(quiet=True)))
+        self._stack, console = ExitStack(), _Quiet(stderr=True)
+        voice = Voice(lambda warning: say(console, f"warning: {warning}"))
+        self.job = self._stack.enter_context(begun(given, voice, Launch(is_scripted=True))).job
+        self.history = read_history(self.job)
+        say(console, *headline(self.job))
+        self._host: Host = self._stack.enter_context(hosted(self.job, voice, Console(quiet=True)))
 
     @property
     def is_main(self) -> bool:
@@ -141,7 +131,6 @@ class Alone:
         self._session.close()
         self._host.ledger.drain()
         self._stack.close()
-        write_report(self.job, self._warn)
 
     def abandon(self, error: BaseException) -> None:
         """End without a result, because of an error."""

@@ -148,6 +148,10 @@ class _Asked:
     progress: Progress
     spare: SpareRanks | None
 
+    @property
+    def voice(self) -> Voice:
+        return Voice(lambda warning: self.say(f"warning: {warning}"), self.say, self.progress)
+
     def say(self, *lines: str) -> None:
         self.progress.clear()
         say(self.console, *lines)
@@ -193,26 +197,12 @@ def run(
 
 def _run(given: Config | Opening, asked: _Asked, site: Site | None, group: ExternalGroup | None) -> Result:
     """Prepare and run this machine's part of a configuration, or rank 0's."""
-    warnings: list[str] = []
-
-    def warn(warning: str) -> None:
-        warnings.append(warning)
-        asked.say(f"warning: {warning}")
-
-    voice, other = Voice(warn, asked.say, asked.progress), None if site is None or site.is_host else site
-    job = group.restarted_job() if group else None
-    with ExitStack() as stack:
-        if job is None:
-            world = group.place.world if group else None
-            launch = Launch(world, other is None, asked.script is not None, asked.keeps_weights)
-            made = stack.enter_context(locked(given, voice, launch))
-        else:
-            made = Prepared(job, predict_job(job.config, job.plan))
-            stack.enter_context(run_lock(Path(job.folder)))
+    voice, other = asked.voice, None if site is None or site.is_host else site
+    launch = Launch(
+        None if group is None else group.place.world, other is None, asked.script is not None, asked.keeps_weights
+    )
+    with begun((group and group.restarted_job()) or given, voice, launch) as made:
         job = made.job
-        stack.enter_context(failure_recorded(Path(job.folder)))
-        stack.enter_context(traceback_in_log(Path(job.folder)))
-        write_start(job, warnings)
         asked.say(*headline(job))
         if other is not None:
             return _run_other_machine(job, other, asked)
@@ -222,30 +212,41 @@ def _run(given: Config | Opening, asked: _Asked, site: Site | None, group: Exter
         if predicted is not None and made.interval is None:  # else the line about the layout has said it
             unit = job.throughput_unit
             asked.say(f"predicted: {format_rate(unit.of(predicted))} {unit.rate}")
-        try:
-            with hosted(job, asked.console, predicted, asked.callbacks, asked.progress) as host:
-                host.exported = _execute(job, host, site or group, asked)
-            assert host.result is not None
-            return host.result
-        finally:
-            write_report(job, warn)
+        with hosted(job, voice, asked.console, predicted, asked.callbacks, asked.progress) as host:
+            host.exported = _execute(job, host, site or group, asked)
+        assert host.result is not None
+        return host.result
 
 
 @contextmanager
-def locked(given: Config | Opening, voice: Voice, launch: Launch) -> Iterator[Prepared]:
-    """A prepared run, whose folder no other process trains in meanwhile.
+def begun(given: Config | Opening | Job, voice: Voice, launch: Launch) -> Iterator[Prepared]:
+    """A run that is prepared, or was before a restart, in a folder that no other process trains in meanwhile.
 
-    One that is resumed is locked before it is read: a run in training deletes its checkpoints.
+    The folder has the warnings so far, and at the end what went wrong. One that is resumed is locked before it is read:
+    a run in training deletes its checkpoints.
     """
+    warnings: list[str] = []
+
+    def warn(warning: str) -> None:
+        warnings.append(warning)
+        voice.warn(warning)
+
     text = given.run.resume if isinstance(given, Config) and launch.is_host else None
     resumed = resumed_run(text) if text else None
-    with ExitStack() as locks:
+    with ExitStack() as held:
         if resumed is not None:
-            locks.enter_context(run_lock(resumed))
-        prepared = prepare(given, voice, launch)
-        if (folder := Path(prepared.job.folder)) != resumed:
-            locks.close()
-            locks.enter_context(run_lock(folder))
+            held.enter_context(run_lock(resumed))
+        if isinstance(given, Job):
+            prepared = Prepared(given, predict_job(given.config, given.plan))
+        else:
+            prepared = prepare(given, replace(voice, warn=warn), launch)
+        folder = Path(prepared.job.folder)
+        if folder != resumed:
+            held.close()
+            held.enter_context(run_lock(folder))
+        held.enter_context(failure_recorded(folder))
+        held.enter_context(traceback_in_log(folder))
+        write_start(prepared.job, warnings)
         yield prepared
 
 
@@ -262,12 +263,13 @@ class Host:
 @contextmanager
 def hosted(
     job: Job,
+    voice: Voice,
     console: Console,
     predicted: float | None = None,
     callbacks: Callbacks | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Host]:
-    """Within, the events of a job's ranks are collected; then its trace and summary are written."""
+    """Within, the events of a job's ranks are collected; then its trace, summary and report are written."""
     callbacks = callbacks or Callbacks()
     folder, began = Path(job.folder), time.monotonic()
     steps, unit, every = None if job.is_scripted else job.batches, job.throughput_unit, job.config.run.log_every
@@ -278,33 +280,52 @@ def hosted(
             tracked(job.config, folder, shown.warn, unit) as track,
             Ledger(job, fan_out(track, shown.show, callbacks), shown.warn, lambda: callbacks.is_stopping) as ledger,
             monitored(job, track, shown.warn) as monitor,
+            _advised(job, ledger.collector),
         ):
             host = Host(ledger, shown.say)
             yield host
+        if ledger.collector.stopped_at is not None:
+            host.exported = _stopped(job, ledger.collector.stopped_at, callbacks)
+        if callbacks.error is not None:
+            raise callbacks.error
+        if not (folder / PLAN_FILE).exists():
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+            write_start(job, [f"{folder} was deleted while the run trained; what was in it is lost"])
+        collector, took = ledger.collector, {"seconds": time.monotonic() - began, "use": usage_totals(monitor)}
+        (folder / "trace.json").write_text(json.dumps(collector.timeline.chrome_trace()))
+        summary = _summary(job, collector, predicted, host.exported) | took
+        (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+        own = tuple(collector.steps), tuple(collector.evaluations)
+        host.result = Result(folder, job.plan, *own, summary, host.exported)
+    finally:
+        _write_report(job, voice)
+
+
+@contextmanager
+def _advised(job: Job, collector: Collector) -> Iterator[None]:
+    """Add to the error of a run what would help, and how to resume it."""
+    try:
+        yield
     except Interrupted as error:
         raise Interrupted(error.when, _how_to_resume(job)) from None
     except RunFailed as error:
         words = [str(error)]
-        if (short := ledger.collector.shortage) is not None:
+        if (short := collector.shortage) is not None:
             words.append(memory_advice(job.config, job.plan, short.rank, short.room, job.training.form))
         raise RunFailed("; ".join(filter(None, (*words, _how_to_resume(job))))) from error
-    if (stopped := ledger.collector.stopped_at) is not None:
-        how = _how_to_resume(job, stopped)
-        if not callbacks.is_stopping:
-            raise Interrupted(f"after step {stopped}", how)
-        if callbacks.error is not None:
-            callbacks.error.add_note(f"raised by a callback; the run stopped after step {stopped}; {how}")
-        host.exported = _export_stopped(job, stopped)
+
+
+def _stopped(job: Job, batch: int, callbacks: Callbacks) -> Path | None:
+    """The exported weights of a run that a callback has stopped, if it left a checkpoint; else it was interrupted."""
+    how = _how_to_resume(job, batch)
+    if not callbacks.is_stopping:
+        raise Interrupted(f"after step {batch}", how)
     if callbacks.error is not None:
-        raise callbacks.error
-    if not (folder / PLAN_FILE).exists():
-        folder.mkdir(0o700, parents=True, exist_ok=True)
-        write_start(job, [f"{folder} was deleted while the run trained; what was in it is lost"])
-    collector, seconds = ledger.collector, time.monotonic() - began
-    (folder / "trace.json").write_text(json.dumps(collector.timeline.chrome_trace()))
-    summary = _summary(job, collector, predicted, host.exported) | {"seconds": seconds, "use": usage_totals(monitor)}
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1))
-    host.result = Result(folder, job.plan, tuple(collector.steps), tuple(collector.evaluations), summary, host.exported)
+        callbacks.error.add_note(f"raised by a callback; the run stopped after step {batch}; {how}")
+    newest, _ = newest_intact(Path(job.folder))
+    if job.export is None or newest is None or newest.batch != batch:
+        return None
+    return export_checkpoint(newest, Path(job.export))
 
 
 def _summary(job: Job, collector: Collector, predicted: float | None, exported: Path | None) -> dict[str, Any]:
@@ -394,7 +415,6 @@ def _execute(job: Job, host: Host, site: Site | ExternalGroup | None, asked: _As
     """Run the ranks of this machine; return the file of exported weights, if the options ask for one."""
     ledger = host.ledger
     if job.config.run.emulate:
-        job.save(Path(job.folder) / "job.json")
         with preserved_state([0] if job.config.run.device == "cuda" else []):
             torch.set_num_threads(job.config.run.threads or 1)
             emulation = Emulation(job, ledger.handle, ledger.settled, ledger.wants_stop)
@@ -423,19 +443,12 @@ def _export(job: Job, states: Sequence[dict[str, Tensor]]) -> Path | None:
         raise UserError(f"{error} (they are in {kept})") from error
 
 
-def _export_stopped(job: Job, batch: int) -> Path | None:
-    """Export the weights of a run that a callback has stopped, from the checkpoint that it left, if it has one."""
-    newest, _ = newest_intact(Path(job.folder))
-    if job.export is None or newest is None or newest.batch != batch:
-        return None
-    return export_checkpoint(newest, Path(job.export))
-
-
 def write_start(job: Job, warnings: Sequence[str] = ()) -> None:
     """Write the files that describe a run before it starts: configuration, plan, environment, warnings so far."""
     folder = Path(job.folder)
     for name in ("summary.json", "trace.json"):  # of the run that this one resumes
         (folder / name).unlink(missing_ok=True)
+    job.save(folder / "job.json")
     (folder / "config.toml").write_text(as_toml(job.config))
     (folder / PLAN_FILE).write_text(json.dumps(job.plan.describe(), indent=1))
     known = {"command": sys.argv} | read_environment().describe()
@@ -477,7 +490,7 @@ def _weights(job: Job) -> tuple[str, ...]:
     return (*started, f"frozen: {job.frozen:,} parameters") if job.frozen else started
 
 
-def write_report(job: Job, warn: Callable[[str], None]) -> None:
+def _write_report(job: Job, voice: Voice) -> None:
     """Write the report of a run, however it ended; what goes wrong here is a warning, never the failure of the run."""
     folder = Path(job.folder)
     try:
@@ -486,7 +499,7 @@ def write_report(job: Job, warn: Callable[[str], None]) -> None:
         if run.summary is not None or run.steps:
             write_page(run_page(run), folder / "report.html")
     except Exception as error:
-        warn(f"no report: {first_line(error, 200)}; make it later with stagewright report {folder}")
+        voice.warn(f"no report: {first_line(error, 200)}; make it later with stagewright report {folder}")
 
 
 def _write_memory(job: Job) -> None:
