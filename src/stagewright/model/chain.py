@@ -20,7 +20,7 @@ from stagewright.errors import UserError, did_you_mean, first_line
 from stagewright.model.blocks import cut_between, find_blocks
 from stagewright.model.call import Inputs
 from stagewright.model.pieces import Piece, whole_piece
-from stagewright.model.record import Untraceable
+from stagewright.model.recording import Untraceable
 from stagewright.model.slice import slices
 from stagewright.model.standin import Build, analysing, attribute_marks, twin_of
 from stagewright.model.trace import Context, Trace, trace

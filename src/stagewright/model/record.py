@@ -3,8 +3,7 @@
 The author's Python runs as it is, on stand-ins for the model's tensors, and every call that torch sees becomes a node
 of a `torch.fx.Graph`: its targets are the model's own modules, its attributes the model's own parameters. What a graph
 can't hold (a value that decides what runs, a change of a Python attribute, a hook on a tensor) keeps the module whose
-code does it whole, as one node. The forward runs for two numbers of samples; numbers that differ become expressions of
-the number of samples, so the graph holds for any.
+code does it whole, as one node.
 
 What a first forward prepares for later ones, as transformers installs hooks and notes that in a new attribute, is no
 change: the forward is recorded once it is prepared.
@@ -19,9 +18,9 @@ import inspect
 import operator
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import cache, partial
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cache
 from types import FrameType, MethodWrapperType
 from typing import Any
 
@@ -32,9 +31,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from stagewright.model.call import Inputs
+from stagewright.model.recording import PREPARES, READS, Assign, Context, Recording, Untraceable
 from stagewright.model.standin import attribute_marks, is_fake
 from stagewright.torch_internals import (
-    TreeSpec,
     buffers_in,
     calls_intercepted,
     has_backward_hooks,
@@ -45,224 +44,43 @@ from stagewright.torch_internals import (
     version_of,
 )
 
-SIZES = (2, 3)  # the numbers of samples that a forward is recorded with
 _CONTAINERS = (
-    nn.Sequential,
-    nn.ModuleList,
-    nn.ModuleDict,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
-    nn.Transformer,
+    *(nn.Sequential, nn.ModuleList, nn.ModuleDict),
+    *(nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer),
 )
+# Calls that ask for nothing that is in a tensor's memory.
 _METADATA = frozenset(
     [
-        "__format__",
-        "__hash__",
-        "__len__",
-        "__repr__",
-        "can_cast",
-        "data_ptr",
-        "dim",
-        "element_size",
-        "get_device",
-        "has_names",
-        "is_complex",
-        "is_contiguous",
-        "is_floating_point",
-        "is_inference",
-        "is_pinned",
-        "is_same_size",
-        "is_shared",
-        "is_signed",
-        "ndimension",
-        "nelement",
-        "numel",
-        "promote_types",
-        "result_type",
-        "size",
-        "storage_offset",
-        "stride",
-        "type",
-        "untyped_storage",
+        *("__format__", "__hash__", "__len__", "__repr__"),
+        *(
+            "dim",
+            "ndimension",
+            "size",
+            "numel",
+            "nelement",
+            "stride",
+            "storage_offset",
+            "is_contiguous",
+            "is_same_size",
+        ),
+        *("type", "is_complex", "is_floating_point", "is_signed", "element_size"),
+        *("can_cast", "promote_types", "result_type"),
+        *("data_ptr", "untyped_storage", "get_device", "has_names", "is_inference", "is_pinned", "is_shared"),
     ]
 )
-_CONSTANTS = frozenset(
+# Calls that make a tensor of nothing but numbers, and those that do so in the shape of another one.
+_LIKE = frozenset(["zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full"])
+_CONSTANTS = _LIKE | frozenset(
     [
-        "arange",
-        "as_tensor",
-        "empty",
-        "empty_like",
-        "eye",
-        "from_numpy",
-        "full",
-        "full_like",
-        "linspace",
-        "logspace",
-        "new_empty",
-        "new_full",
-        "new_ones",
-        "new_tensor",
-        "new_zeros",
-        "ones",
-        "ones_like",
-        "scalar_tensor",
-        "tensor",
-        "tril_indices",
-        "triu_indices",
-        "zeros",
-        "zeros_like",
+        *("arange", "linspace", "logspace", "eye", "tril_indices", "triu_indices"),
+        *("empty", "full", "ones", "zeros", "new_empty"),
+        *("tensor", "as_tensor", "new_tensor", "scalar_tensor", "from_numpy"),
     ]
 )
+_HOOKING = frozenset(["register_hook", "register_post_accumulate_grad_hook", "backward", "retain_grad"])
 _DRAWN = frozenset(("rand", "rand_like"))  # numbers of at least 0 and below 1
 _BELOW = frozenset(("lt", "__lt__"))
-_READS = "reads values"
-_PREPARES = "prepares itself"
 _PLAIN = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
-
-
-class Untraceable(Exception):
-    """The code of the model itself does what a graph can't hold, so only the whole model can run."""
-
-    def __init__(self, why: str, draws: frozenset[str] = frozenset(("random", "numpy"))) -> None:
-        super().__init__(why)
-        self.draws = draws  # the generators, beside torch's, that the forward may draw from
-
-    @property
-    def reads_values(self) -> bool:
-        """Whether the model's own code reads values of tensors."""
-        return _READS in str(self)
-
-    @property
-    def is_preparing(self) -> bool:
-        """Whether the model's own code only prepared what later forwards use."""
-        return _PREPARES in str(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Whether gradients are recorded, and the type that autocast computes in: None where it is off."""
-
-    grad: bool
-    autocast: tuple[str, torch.dtype] | None
-
-    @staticmethod
-    def now(device: str) -> Context:
-        is_on = torch.is_autocast_enabled(device)
-        return Context(torch.is_grad_enabled(), (device, torch.get_autocast_dtype(device)) if is_on else None)
-
-
-@dataclass(frozen=True, slots=True)
-class Assign:
-    """A buffer that the forward replaces: the module that holds it, its name there, and the node of its new value."""
-
-    module: str
-    name: str
-    value: fx.Node
-
-    @property
-    def path(self) -> str:
-        """The buffer's name in the whole model."""
-        return f"{self.module}.{self.name}".lstrip(".")
-
-
-@dataclass(slots=True)
-class Recording:
-    """A forward as a graph.
-
-    Every node's `meta` has its `context`, if it is not that of the whole forward; `follows` where it belongs to the
-    node before it; `opens`, the modules whose call begins with it; `memory` and `writes`, the memory of its result and
-    that it changes.
-    """
-
-    graph: fx.Graph
-    returned: TreeSpec | None = None  # how the results become what the model returns
-    constants: dict[str, Tensor] = field(default_factory=dict)  # tensors that are neither parameters nor buffers
-    assigned: list[Assign] = field(default_factory=list)
-    whole: dict[str, str] = field(default_factory=dict)  # modules kept whole, and why
-    draws: frozenset[str] = frozenset()  # Python's `random`, `numpy`: from which the forward draws numbers
-
-    @property
-    def output(self) -> fx.Node:
-        """The node that returns."""
-        found: list[fx.Node] = [node for node in self.graph.nodes if node.op == "output"]
-        return found[0]
-
-    @property
-    def names_types(self) -> bool:
-        """Whether a call names a type of real numbers, as `x.to(torch.float32)`: it holds in one precision alone."""
-        given = (leaf for node in self.graph.nodes for leaf in tree_leaves((node.args, node.kwargs)))
-        return any(isinstance(leaf, torch.dtype) and leaf.is_floating_point for leaf in given)
-
-    @property
-    def reads_values(self) -> bool:
-        """Whether a module is kept whole because its code reads values of tensors."""
-        return any(_READS in why for why in self.whole.values())
-
-
-def record(
-    model: nn.Module,
-    example: Inputs,
-    *,
-    training: bool,
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    keep: Mapping[str, str] | None = None,
-    names: Mapping[int, str] | None = None,
-) -> Recording:
-    """Record a model's forward on samples like the example; `keep` names modules to keep whole, and why.
-
-    `names` has the names of tensors, by id, that stand-ins have replaced: the author's code may hold them elsewhere.
-    `model` must be a copy: its forward runs, on tensors that may be fake.
-    """
-    keep = dict(keep or {})
-    for _ in range(len(list(model.modules())) + 1):
-        make = partial(_Recorder, model, keep, names or {})
-        first, second = _recorded_twice(make, example, training, context)
-        odd = _generalize(first.recording.graph, second.recording.graph)
-        if odd is None:
-            made = [t for name, t in first.recording.constants.items() if second.recording.constants.get(name) is not t]
-            if made:
-                raise Untraceable("the forward makes a tensor in a way that torch does not show")
-            return first.recording
-        if not odd:
-            raise Untraceable("the forward does something else for 2 samples than for 3")
-        keep |= dict.fromkeys(_alike(model, odd), "it does something else for 2 samples than for 3")
-    raise Untraceable("the forward does something else each time")
-
-
-def _recorded_twice(
-    make: Callable[[], _Recorder],
-    example: Inputs,
-    training: bool,
-    context: Callable[[], AbstractContextManager[Any]],
-) -> tuple[_Recorder, _Recorder]:
-    """Two recordings, for different numbers of samples; what prepared itself in the first is recorded again."""
-
-    def run(size: int) -> _Recorder:
-        return make().run(example.repeated(size), training, context)
-
-    first: _Recorder | None = None
-    try:
-        first = run(SIZES[0])
-    except Untraceable as error:
-        if not error.is_preparing:
-            raise
-    second = run(SIZES[1])
-    if first is None or any(_PREPARES in why for why in first.recording.whole.values()):
-        first = run(SIZES[0])
-    return first, second
-
-
-def record_once(
-    model: nn.Module, example: Inputs, *, context: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> Recording:
-    """Record the training forward of a copy for the example's own number of samples alone."""
-    return _Recorder(model, {}, {}).run(example, True, context).recording
-
-
-def _alike(model: nn.Module, path: str) -> list[str]:
-    """The module and all others of its class: what one can't do, they can't."""
-    kind = type(model.get_submodule(path))
-    return [name for name, module in model.named_modules() if type(module) is kind and name]
 
 
 @dataclass(slots=True)
@@ -277,7 +95,7 @@ class _Frame:
     broken: str | None = None  # why the module must stay whole
 
 
-class _Recorder(TorchFunctionMode):
+class Recorder(TorchFunctionMode):
     """Records one forward: torch's calls by being a torch-function mode, modules' by standing in for their call."""
 
     def __init__(self, model: nn.Module, keep: Mapping[str, str], names: Mapping[int, str]) -> None:
@@ -305,7 +123,7 @@ class _Recorder(TorchFunctionMode):
         self._ambient: Context | None = None
         self.recording = Recording(fx.Graph())
 
-    def run(self, example: Inputs, training: bool, context: Callable[[], AbstractContextManager[Any]]) -> _Recorder:
+    def run(self, example: Inputs, training: bool, context: Callable[[], AbstractContextManager[Any]]) -> Recording:
         """Run the forward once, in training or evaluation mode."""
         self._model.train(training)
         graph = self.recording.graph
@@ -328,7 +146,7 @@ class _Recorder(TorchFunctionMode):
         leaves, self.recording.returned = tree_flatten(output)
         graph.output(tuple(self._argument(value) for value in leaves))
         self.recording.draws = frozenset(self._draws)
-        return self
+        return self.recording
 
     # Calls of modules.
 
@@ -431,7 +249,7 @@ class _Recorder(TorchFunctionMode):
         changed = [name for name in {**after, **frame.attributes} if after.get(name) != frame.attributes.get(name)]
         if changed:
             is_prepared = all(name.endswith("_hooks") or _is_new(frame, name) for name in changed)
-            self._break(f"{_PREPARES if is_prepared else 'changes its attribute'} '{changed[0]}'", frame)
+            self._break(f"{PREPARES if is_prepared else 'changes its attribute'} '{changed[0]}'", frame)
         now, before = parameters_in(frame.module), frame.parameters
         if now.keys() != before.keys() or any(now[name] is not held for name, held in before.items()):
             self._break("replaces a parameter", frame)
@@ -473,10 +291,10 @@ class _Recorder(TorchFunctionMode):
         if name == "__set__":
             self._break(f"sets '{_attribute_name(func)}' of a tensor")
         elif given and not all(map(self._is_constant, given)):
-            if name in ("register_hook", "register_post_accumulate_grad_hook", "backward", "retain_grad"):
+            if name in _HOOKING:
                 self._break(f"calls '{name}' on a tensor")
             else:
-                self._break(f"{_READS} ('{name}')")
+                self._break(f"{READS} ('{name}')")
         return result
 
     def _record_function(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -499,15 +317,8 @@ class _Recorder(TorchFunctionMode):
     def _emit(self, op: str, target: Any, args: Any, kwargs: Any, result: Any) -> None:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
-        is_constant = op != "call_module" and all(map(self._is_constant, given)) and (bool(given) or name in _CONSTANTS)
-        is_constant |= name in (
-            "zeros_like",
-            "ones_like",
-            "empty_like",
-            "full_like",
-            "new_zeros",
-            "new_ones",
-            "new_full",
+        is_constant = name in _LIKE or (
+            op != "call_module" and all(map(self._is_constant, given)) and (bool(given) or name in _CONSTANTS)
         )
         arguments = tuple(map(self._argument, args))
         named = {name: self._argument(value) for name, value in kwargs.items()}
@@ -579,22 +390,17 @@ class _Recorder(TorchFunctionMode):
             return self._tensor(value)
         if isinstance(value, np.generic):
             return value.item()
-        if isinstance(value, torch.Size):
-            return tuple(value)
-        if type(value) in _PLAIN or value is Ellipsis or isinstance(value, torch.device):
+        if type(value) in _PLAIN or value is Ellipsis or isinstance(value, torch.device | range):
             return value
         if isinstance(value, bool | int | float | str):
             return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
         if isinstance(value, slice):
             return slice(*map(self._argument, (value.start, value.stop, value.step)))
-        if isinstance(value, range):
-            return value
-        if type(value) in (tuple, list):
-            return type(value)(map(self._argument, value))
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(self._argument, value))
+        if type(value) is list:
+            return [*map(self._argument, value)]
         if isinstance(value, tuple):
-            return tuple(map(self._argument, value))
+            made = map(self._argument, value)
+            return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
         if type(value) is dict and all(isinstance(key, str) for key in value):
             return {key: self._argument(item) for key, item in value.items()}
         if self._frames:
@@ -693,110 +499,3 @@ def _checkpoint_around() -> Mapping[str, Any] | None:
             }
         frame = frame.f_back
     return None
-
-
-# Two recordings, of different numbers of samples, as one graph.
-
-
-def _generalize(graph: fx.Graph, other: fx.Graph) -> str | None:
-    """Make a graph hold for any number of samples, by comparing it with the same forward for another number.
-
-    Returns None, or the path of the module whose code does something else for each number.
-    """
-    nodes, others = list(graph.nodes), list(other.nodes)
-    twins = dict(zip(others, nodes, strict=False))
-    sizes: dict[tuple[int, int], fx.Node] = {}
-    replaced: list[tuple[fx.Node, Any, Any]] = []
-    for node, twin in zip(nodes, others, strict=False):
-        if (node.op, node.name) != (twin.op, twin.name) or node.target != twin.target:
-            return _owner(node)
-        try:
-            args = _merge(node.args, twin.args, twins)
-            kwargs = _merge(node.kwargs, twin.kwargs, twins)
-        except _Odd:
-            return _owner(node)
-        replaced.append((node, args, kwargs))
-    if len(nodes) != len(others):
-        return _owner(max(nodes, others, key=len)[min(len(nodes), len(others))])
-    source = next(node for node in nodes if node.op == "placeholder")
-    samples: fx.Node | None = None
-
-    def value(size: _Size) -> fx.Node:
-        nonlocal samples
-        if samples is None:
-            with graph.inserting_after(source):
-                samples = graph.call_method("size", (source, 0))
-                samples.meta = {"is_size": True}
-        if (size.factor, size.offset) not in sizes:
-            with graph.inserting_after(samples):
-                made = graph.call_function(affine, (samples, size.factor, size.offset))
-                made.meta = {"is_size": True}
-            sizes[size.factor, size.offset] = made
-        return sizes[size.factor, size.offset]
-
-    for node, args, kwargs in replaced:
-        if _has_size(args) or _has_size(kwargs):
-            node.args = _resolve(args, value)
-            node.kwargs = _resolve(kwargs, value)
-    return None
-
-
-def affine(samples: int, factor: int, offset: int) -> int:
-    """A number that a forward derives from its number of samples."""
-    return factor * samples + offset
-
-
-@dataclass(frozen=True, slots=True)
-class _Size:
-    factor: int
-    offset: int
-
-
-class _Odd(Exception):
-    """Two recordings differ by more than the number of samples explains."""
-
-
-def _owner(node: fx.Node) -> str:
-    return str(node.meta.get("owner", ""))
-
-
-def _merge(one: Any, other: Any, twins: Mapping[fx.Node, fx.Node]) -> Any:
-    if isinstance(one, fx.Node):
-        if not isinstance(other, fx.Node) or twins.get(other) is not one:
-            raise _Odd
-        return one
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list) and len(one) == len(other):
-        merged = [_merge(a, b, twins) for a, b in zip(one, other, strict=True)]
-        return type(one)(*merged) if hasattr(one, "_fields") else tuple(merged) if isinstance(one, tuple) else merged
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return {key: _merge(one[key], other[key], twins) for key in one}
-    if isinstance(one, slice) and isinstance(other, slice):
-        return slice(*(_merge(getattr(one, k), getattr(other, k), twins) for k in ("start", "stop", "step")))
-    if type(one) is int and type(other) is int and one != other:
-        factor = (other - one) // (SIZES[1] - SIZES[0])
-        return _Size(factor, one - factor * SIZES[0])
-    if type(one) is not type(other) or (one != other and not (one != one and other != other)):
-        raise _Odd
-    return one
-
-
-def _has_size(value: Any) -> bool:
-    if isinstance(value, slice):
-        return any(isinstance(part, _Size) for part in (value.start, value.stop, value.step))
-    if isinstance(value, dict):
-        return any(map(_has_size, value.values()))
-    return isinstance(value, _Size) or (isinstance(value, tuple | list) and any(map(_has_size, value)))
-
-
-def _resolve(value: Any, make: Callable[[_Size], fx.Node]) -> Any:
-    if isinstance(value, _Size):
-        return make(value)
-    if isinstance(value, slice):
-        return slice(*(_resolve(part, make) for part in (value.start, value.stop, value.step)))
-    if isinstance(value, dict):
-        return {key: _resolve(item, make) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_resolve(item, make) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_resolve(item, make) for item in value)
-    return value

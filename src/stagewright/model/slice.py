@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from stagewright.errors import UserError
 from stagewright.model.pieces import Piece
-from stagewright.model.record import Assign, Context, Recording
+from stagewright.model.recording import Assign, Context, Recording
 from stagewright.model.standin import twin_of
 from stagewright.model.trace import Trace
 from stagewright.model.units import Unit, Uses, carried_buffers, evaluation_bounds, homes_of, units_of, uses_of

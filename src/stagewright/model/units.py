@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx, nn
 
 from stagewright.errors import UserError
-from stagewright.model.record import Recording
+from stagewright.model.recording import Recording
 
 _CALLS = ("call_module", "call_function", "call_method")
 _STATISTICS = "running_mean"  # how the name of what only one stage can keep ends

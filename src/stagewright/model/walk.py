@@ -19,7 +19,7 @@ from stagewright.errors import UserError, first_line
 from stagewright.model.call import Form, Inputs, differentiable, leaves_of
 from stagewright.model.chain import Chain, Way
 from stagewright.model.pieces import steps
-from stagewright.model.record import Context, Recording
+from stagewright.model.recording import Context, Recording
 from stagewright.model.slice import enter_autocast, leave_autocast
 from stagewright.model.units import Unit, uses_of
 from stagewright.torch_internals import tree_unflatten

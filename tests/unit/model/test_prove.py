@@ -23,7 +23,7 @@ from stagewright.errors import UserError
 from stagewright.model import blocks, prove, record, slice, trace
 from stagewright.model.chain import Chain, Way
 from stagewright.model.prove import Differs, Proof
-from stagewright.model.record import Assign, Recording
+from stagewright.model.recording import Assign, Recording
 
 Patch = pytest.MonkeyPatch
 WIDTH = 6
@@ -431,17 +431,17 @@ def add_context(name: str) -> Callable[[Recording], bool]:
 
 def freeze_sizes(recording: Recording) -> bool:
     """Keep the number of samples of the recording."""
-    sizes = [call for call in recording.graph.nodes if call.target is record.affine]
-    for call in sizes:
-        call.replace_all_uses_with(record.SIZES[0])  # type: ignore[arg-type]
-    return bool(sizes)
+    found = [call for call in recording.graph.nodes if call.target is trace.affine]
+    for call in found:
+        call.replace_all_uses_with(trace.SIZES[0])  # type: ignore[arg-type]
+    return bool(found)
 
 
 def wrong_sizes(recording: Recording) -> bool:
-    sizes = [call for call in recording.graph.nodes if call.target is record.affine]
-    for call in sizes:
+    found = [call for call in recording.graph.nodes if call.target is trace.affine]
+    for call in found:
         call.update_arg(1, 2 * call.args[1])  # type: ignore[operator]
-    return bool(sizes)
+    return bool(found)
 
 
 def use_another(of: str, instead: str) -> Callable[[Recording], bool]:
@@ -689,7 +689,7 @@ FAULTS = {
     "a hook on a module is lost": Case(Hooked, of_twins(lose_hooks)),
     "a hook on a gradient is lost": Case(lambda: Hooked(is_backward=True), of_twins(lose_hooks)),
     "a branch behind a zero is dropped": Case(ZeroGate, in_recording(drop("sigmoid"))),
-    "a value decides once for all": Case(Branching, replaced(record._Recorder, "_break", nothing)),
+    "a value decides once for all": Case(Branching, replaced(record.Recorder, "_break", nothing)),
     "evaluation is recorded in training mode": Case(Dropping, evaluation_as_training),
     "boundary values are swapped": Case(Skipping, in_parts(swap_values)),
     "boundary values are detached": Case(Stack, in_parts(detach_values)),
