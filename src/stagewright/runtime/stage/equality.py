@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from stagewright.runtime.comm.transport import Pending
+from stagewright.runtime.comm.transport import Collective, Pending
 from stagewright.runtime.stage.replica import Replica
 from stagewright.runtime.stage.ties import TiedHere
 
@@ -30,12 +30,8 @@ def begin_equal(replica: Replica) -> Iterator[Pending]:
         return
     hashes = yield from _exchange(replica, _everything(replica))
     if _different(hashes):
-        is_first = replica.statistics.replica == 0
         for tensor in _everything(replica):
-            bytes_held = tensor.contiguous().flatten().view(torch.uint8).clone()
-            yield replica.statistics.collective.sum(bytes_held if is_first else bytes_held.zero_())
-            with torch.no_grad():
-                tensor.copy_(bytes_held.view(tensor.dtype).view(tensor.shape))
+            yield from _give(replica.statistics.collective, replica.statistics.replica == 0, tensor, [tensor])
         replica.restart_versions()
         hashes = yield from _exchange(replica, _everything(replica))
     _require(replica, hashes, "before the first step")
@@ -56,23 +52,14 @@ def compare_homes(
 
     Before the first step, without a batch, the first rank of the first home gives its values to the others.
     """
-    own = [(replicas[stage], index) for stage, index in parameter.places.items()]
-
-    def values() -> list[Tensor]:
-        masters = [(replica.ring.master, replica.ring.parameters[index]) for replica, index in own]
-        return [master[held.offset : held.end] for master, held in masters]
-
-    hashes = yield from _exchange_homes(parameter, rank, values())
+    own = [(replicas[stage], replicas[stage].ring.parameters[index]) for stage, index in parameter.places.items()]
+    values = [replica.ring.master[held.offset : held.end] for replica, held in own]
+    hashes = yield from _exchange_homes(parameter, rank, values)
     if batch is None and _different(hashes):
-        is_first = rank == parameter.ranks[0]
-        given = values()[0].view(torch.uint8).clone()
-        yield parameter.collective.sum(given if is_first else given.zero_())
-        with torch.no_grad():
-            for tensor in values():
-                tensor.copy_(given.view(tensor.dtype))
+        yield from _give(parameter.collective, rank == parameter.ranks[0], values[0], values)
         for replica, _ in own:
             replica.restart_versions()
-        hashes = yield from _exchange_homes(parameter, rank, values())
+        hashes = yield from _exchange_homes(parameter, rank, values)
     if different := _different(hashes):
         others = ", ".join(str(parameter.ranks[index]) for index in different)
         when = "before the first step" if batch is None else f"at batch {batch}"
@@ -82,13 +69,34 @@ def compare_homes(
         )
 
 
+@torch.no_grad()
+def _give(collective: Collective, is_first: bool, tensor: Tensor, targets: Sequence[Tensor]) -> Iterator[Pending]:
+    """Give the bits of the first rank's tensor to the targets of all."""
+    content = tensor.contiguous().flatten().view(torch.uint8).clone()
+    yield collective.sum(content if is_first else content.zero_())
+    for target in targets:
+        target.copy_(content.view(tensor.dtype).view(tensor.shape))
+
+
 def _exchange_homes(parameter: TiedHere, rank: int, values: Sequence[Tensor]) -> Generator[Pending, None, Tensor]:
     """The hashes of all ranks: a row each; homes on one rank are compared there."""
-    rows = torch.zeros(len(parameter.ranks), 4, dtype=torch.float64)
     hashes = [hash_of([value]) for value in values]
-    unequal = not all(torch.equal(found, hashes[0]) for found in hashes)
-    rows[parameter.ranks.index(rank)] = torch.full((4,), -1.0 - rank, dtype=torch.float64) if unequal else hashes[0]
-    yield parameter.collective.sum(rows)
+    is_equal = all(torch.equal(found, hashes[0]) for found in hashes)
+    own = hashes[0] if is_equal else torch.full((4,), -1.0 - rank, dtype=torch.float64)
+    return (yield from _rows(parameter.collective, len(parameter.ranks), parameter.ranks.index(rank), own))
+
+
+def _exchange(replica: Replica, tensors: Iterable[Tensor]) -> Generator[Pending, None, Tensor]:
+    """The hashes of all replicas: a row each."""
+    statistics = replica.statistics
+    rows = _rows(statistics.collective, replica.stage.replicas, statistics.replica, hash_of(tensors))
+    return (yield from rows)
+
+
+def _rows(collective: Collective, count: int, index: int, own: Tensor) -> Generator[Pending, None, Tensor]:
+    rows = torch.zeros(count, 4, dtype=torch.float64)
+    rows[index] = own
+    yield collective.sum(rows)
     return rows
 
 
@@ -99,15 +107,6 @@ def _everything(replica: Replica) -> list[Tensor]:
     trained |= {id(leaf) for leaf in replica.ring.use_master().leaves}
     frozen = [parameter.detach() for parameter in held.parameters() if id(parameter) not in trained]
     return [replica.ring.master, *frozen, *(buffer.detach() for buffer in held.buffers())]
-
-
-def _exchange(replica: Replica, tensors: Iterable[Tensor]) -> Generator[Pending, None, Tensor]:
-    """The hashes of all replicas: a row each."""
-    statistics = replica.statistics
-    rows = torch.zeros(replica.stage.replicas, 4, dtype=torch.float64)
-    rows[statistics.replica] = hash_of(tensors)
-    yield statistics.collective.sum(rows)
-    return rows
 
 
 def hash_of(tensors: Iterable[Tensor]) -> Tensor:
