@@ -126,20 +126,16 @@ class Unconnected(Stagewright):
         return _NoNetwork()
 
 
-class _NoNetwork:
+class _NoNetwork(Network):
     """A network without other ranks."""
 
     store = dist.HashStore()
     posted_ahead = 1
 
-    @property
-    def host(self) -> Network:
-        return self
-
     def transport(self, name: ChannelName, window: int) -> Transport:
         return MemoryTransport()
 
-    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+    def connect(self, name: str, ranks: Sequence[int]) -> Collective:
         return Alone()
 
     def message(self, message_format: MessageFormat) -> Message:
@@ -150,7 +146,7 @@ class _NoOutbox(Outbox):
     """Sends nothing."""
 
     def __init__(self, real: Outbox) -> None:
-        super().__init__(real.name, MemoryTransport(), _NoNetwork.store, 1)
+        super().__init__(_NoNetwork(), real.name, 1)
 
     def send(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
         pass
@@ -160,7 +156,7 @@ class _NoInbox(Inbox):
     """Always has a message of the right shape."""
 
     def __init__(self, real: Inbox, device: torch.device) -> None:
-        super().__init__(real.name, MemoryTransport(), _NoNetwork.store, 1)
+        super().__init__(_NoNetwork(), real.name, 1)
         self._device = device
         self._message: Any = None
 

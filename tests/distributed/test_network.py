@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +23,18 @@ WINDOW = 4
 SMALL, LARGE = 1_000, 100_000  # bytes on either side of what a socket takes
 
 
-def connect() -> tuple[GlooNetwork, Transport, GlooNetwork, Transport]:
-    """Both ends of one channel, as two ranks would make them."""
-    store = HashStore()
-    networks = [GlooNetwork(store, rank, Place(), LONG) for rank in range(2)]
-    ends: dict[int, Transport] = {}
-    run_both(*(lambda rank=rank: ends.update({rank: networks[rank].transport(NAME, WINDOW)}) for rank in range(2)))
-    return networks[0], ends[0], networks[1], ends[1]
+def both(*makers: Callable[[GlooNetwork], Any], is_local: bool = True) -> list[Any]:
+    """What two ranks make of their networks at the same time, on one machine or on two."""
+    store, made = HashStore(), dict[int, Any]()
+    places = [Place() if is_local else Place(local=frozenset({rank})) for rank in range(2)]
+    networks = [GlooNetwork(store, rank, place, LONG) for rank, place in enumerate(places)]
+    run_both(*(lambda rank=rank: made.update({rank: makers[rank](networks[rank])}) for rank in range(2)))
+    return [made[0], made[1]]
+
+
+def connect(*, is_local: bool = True) -> list[Transport]:
+    """Both ends of one channel."""
+    return both(*[lambda network: network.transport(NAME, WINDOW)] * 2, is_local=is_local)
 
 
 def run_both(*functions: Callable[[], object]) -> None:
@@ -42,10 +48,8 @@ def run_both(*functions: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_messages_of_any_size_arrive_in_order(size: int) -> None:
-    source, sending, target, receiving = connect()
     message_format = MessageFormat([Field("x", (size,), torch.uint8)])
-    outbox = Outbox(str(NAME), sending, source.store, WINDOW)
-    inbox = Inbox(str(NAME), receiving, target.store, 2)
+    outbox, inbox = both(lambda network: Outbox(network, NAME, WINDOW), lambda network: Inbox(network, NAME, WINDOW))
     outbox.open(message_format)
     inbox.open(message_format)
     found: list[int] = []
@@ -69,7 +73,7 @@ def test_messages_of_any_size_arrive_in_order(size: int) -> None:
 
 
 def test_small_messages_never_wait_for_the_receiver_and_large_ones_use_gloo() -> None:
-    _, sending, _, receiving = connect()
+    sending, receiving = connect()
     for _ in range(WINDOW):
         assert sending.send(torch.zeros(SMALL, dtype=torch.uint8)).is_completed()
     large = sending.send(torch.zeros(LARGE, dtype=torch.uint8))
@@ -79,7 +83,7 @@ def test_small_messages_never_wait_for_the_receiver_and_large_ones_use_gloo() ->
 
 
 def test_a_full_window_of_the_largest_small_messages_fits() -> None:
-    _, sending, _, receiving = connect()
+    sending, receiving = connect()
     assert isinstance(sending, SocketTransport)
     largest = torch.arange(sending.largest, dtype=torch.int64).to(torch.uint8)
     run_both(lambda: [sending.send(largest) for _ in range(WINDOW)])
@@ -90,11 +94,8 @@ def test_a_full_window_of_the_largest_small_messages_fits() -> None:
 
 
 def test_ranks_on_different_machines_use_no_socket() -> None:
-    store = HashStore()
-    networks = [GlooNetwork(store, rank, Place(local=frozenset({rank})), LONG) for rank in range(2)]
-    ends: dict[int, Transport] = {}
-    run_both(*(lambda rank=rank: ends.update({rank: networks[rank].transport(NAME, WINDOW)}) for rank in range(2)))
-    assert not any(isinstance(end, SocketTransport) for end in ends.values())
+    ends = connect(is_local=False)
+    assert not any(isinstance(end, SocketTransport) for end in ends)
     sent, received = torch.arange(SMALL, dtype=torch.float32), torch.zeros(SMALL)
     run_both(lambda: ends[0].send(sent).wait(), lambda: ends[1].receive(received).wait())
     assert torch.equal(sent, received)

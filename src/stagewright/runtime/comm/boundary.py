@@ -97,13 +97,14 @@ class Boundary:
             tuple(value.name for value in carried),
         )
 
-    @property
-    def others(self) -> tuple[str, ...]:
-        """What a message has beside gradients."""
-        return tuple(field.name for field in self.gradients.fields[len(self.differentiable) :])
+    def gradients_in(self, message: Sequence[Tensor], release: Callable[[], None]) -> Gradients:
+        """The gradients that a message brought."""
+        count = len(self.differentiable)
+        others = {field.name: one for field, one in zip(self.gradients.fields[count:], message[count:], strict=True)}
+        return Gradients(message[:count], others.get(SCALE), others.get(FIGURES), release)
 
-    def received(self, message: Sequence[Tensor], release: Callable[[], None]) -> Activations:
-        """What a message brought."""
+    def activations_in(self, message: Sequence[Tensor], release: Callable[[], None]) -> Activations:
+        """The activations that a message brought."""
         count = len(self.tensors)
         fields = dict(zip(self.fields, message[count:], strict=True))
         for index, tensor in zip(self.tensors, message, strict=False):
@@ -135,15 +136,11 @@ class Exchange:
         """Use these boundaries' message formats from the next message on."""
         self.before, self.after = before, after
         if before is not None:
-            for inbox in self.activations_from.values():
-                inbox.open(before.activations)
-            for outbox in self.gradients_to.values():
-                outbox.open(before.gradients)
+            for channel in (*self.activations_from.values(), *self.gradients_to.values()):
+                channel.open(before.activations if isinstance(channel, Inbox) else before.gradients)
         if after is not None:
-            for outbox in self.activations_to.values():
-                outbox.open(after.activations)
-            for inbox in self.gradients_from.values():
-                inbox.open(after.gradients)
+            for channel in (*self.activations_to.values(), *self.gradients_from.values()):
+                channel.open(after.gradients if isinstance(channel, Inbox) else after.activations)
 
     def awaits(self, action: Action) -> Pending | None:
         """The message that a receive waits for; None for a send."""
@@ -166,28 +163,23 @@ class Exchange:
             gradients = self.input_gradients.pop(microbatch)
             others = (number for number in (gradients.scale, gradients.figures) if number is not None)
             self.gradients_to[peer].send(microbatch, (*gradients.tensors, *others))
-        elif action.op is Op.RECV_ACT:
-            inbox = self.activations_from[peer]
-            message = inbox.receive(microbatch)
-            assert self.before is not None
-            self.inputs[microbatch] = self.before.received(message.tensors, partial(inbox.release, message))
         else:
-            assert self.after is not None
-            inbox = self.gradients_from[peer]
+            is_forward = action.op is Op.RECV_ACT
+            inbox = (self.activations_from if is_forward else self.gradients_from)[peer]
             message = inbox.receive(microbatch)
-            number = len(self.after.differentiable)
-            numbers = dict(zip(self.after.others, message.tensors[number:], strict=True))
             release = partial(inbox.release, message)
-            self.output_gradients[microbatch] = Gradients(
-                message.tensors[:number], numbers.get(SCALE), numbers.get(FIGURES), release
-            )
+            if is_forward:
+                assert self.before is not None
+                self.inputs[microbatch] = self.before.activations_in(message.tensors, release)
+            else:
+                assert self.after is not None
+                self.output_gradients[microbatch] = self.after.gradients_in(message.tensors, release)
 
     def flush(self) -> None:
         """Wait until every message has been sent, and every received number compared."""
-        for outbox in (*self.activations_to.values(), *self.gradients_to.values()):
-            outbox.flush()
-        for inbox in (*self.activations_from.values(), *self.gradients_from.values()):
-            inbox.flush()
+        for channels in (self.activations_to, self.gradients_to, self.activations_from, self.gradients_from):
+            for channel in channels.values():
+                channel.flush()
 
 
 def expect(

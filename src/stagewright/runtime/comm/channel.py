@@ -15,10 +15,10 @@ other. Receives are posted ahead and buffers are reused, so memory grows with th
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 from torch.distributed import Store
@@ -26,10 +26,8 @@ from torch.distributed import Store
 from stagewright.errors import first_line
 from stagewright.plan.plan import Plan
 from stagewright.runtime.comm.device import Reading
-from stagewright.runtime.comm.message import Field, FormatError, HostMessage, MakeMessage, Message, MessageFormat
-from stagewright.runtime.comm.transport import Collective, LostPeer, Pending, Transport
-
-POSTED_AHEAD = 2  # receives; one more than is needed to be never late
+from stagewright.runtime.comm.message import Field, FormatError, Message, MessageFormat
+from stagewright.runtime.comm.transport import Alone, Collective, LostPeer, Pending, Transport
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -62,46 +60,45 @@ def _share_any(before: Sequence[int], after: Sequence[int], source: int, target:
     return before.index(source) % common == after.index(target) % common
 
 
-class Network(Protocol):
-    """Connects the ranks of a job."""
+class Network(ABC):
+    """Connects the ranks of a job: makes what channels and collectives move their content with."""
 
-    @property
-    def store(self) -> Store:
-        """Short texts that all ranks share: what messages hold, whether a gradient overflowed."""
-        ...
-
-    @property
-    def posted_ahead(self) -> int:
-        """How many receives a channel keeps posted."""
-        ...
-
-    def transport(self, name: ChannelName, window: int) -> Transport:
-        """The transport of a channel, which never has more than `window` messages in flight during training."""
-        ...
-
-    def collective(self, name: str, ranks: Sequence[int]) -> Collective: ...
-
-    def message(self, message_format: MessageFormat) -> Message:
-        """A buffer that the transports can move."""
-        ...
+    store: Store  # short texts that all ranks share: what messages hold, whether a gradient overflowed
+    posted_ahead = 2  # receives that a channel keeps posted; one more than is needed to be never late
 
     @property
     def host(self) -> Network:
         """The network that moves host memory."""
-        ...
+        return self
+
+    @abstractmethod
+    def transport(self, name: ChannelName, window: int) -> Transport:
+        """The transport of a channel, which never has more than `window` messages in flight during training."""
+
+    @abstractmethod
+    def message(self, message_format: MessageFormat) -> Message:
+        """A buffer that the transports can move."""
+
+    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
+        """The sums of some ranks, of which this is one."""
+        return Alone() if len(ranks) == 1 else self.connect(name, ranks)
+
+    @abstractmethod
+    def connect(self, name: str, ranks: Sequence[int]) -> Collective:
+        """The sums of several ranks."""
 
 
 class _End:
     """The common part of both ends of a channel: its name, and the spare messages of the current format."""
 
-    def __init__(self, name: str, transport: Transport, store: Store, make: MakeMessage) -> None:
+    def __init__(self, network: Network, name: ChannelName, window: int) -> None:
         self.name = name
-        self._transport = transport
-        self._store = store
-        self._make = make
+        self.format = MessageFormat(())
+        self._network = network
+        self._transport = network.transport(name, window)
+        self._window = window
         self._opened: list[str] = []  # every format so far; the list is the same at both ends
         self._spare: list[Message] = []
-        self.format = MessageFormat(())
 
     def open(self, message_format: MessageFormat) -> bool:
         """Use this format from the next message on; returns whether the channel has not used it before."""
@@ -117,23 +114,25 @@ class _End:
         return f"{self.name}/{self._opened.index(str(self.format))}"
 
     def _take(self) -> Message:
-        return self._spare.pop() if self._spare else self._make(self.format)
+        return self._spare.pop() if self._spare else self._network.message(self.format)
+
+    def release(self, message: Message) -> None:
+        """Reuse the buffer; nothing may read its tensors any more."""
+        message.close()
+        self._spare.append(message)
 
 
 class Outbox(_End):
     """The sending end; a send never waits for the receiver while fewer than `window` messages are in flight."""
 
-    def __init__(
-        self, name: str, transport: Transport, store: Store, window: int, make: MakeMessage = HostMessage
-    ) -> None:
-        super().__init__(name, transport, store, make)
-        self._window = window
+    def __init__(self, network: Network, name: ChannelName, window: int) -> None:
+        super().__init__(network, name, window)
         self._sent: deque[tuple[Message, Pending]] = deque()
 
     def open(self, message_format: MessageFormat) -> bool:
         is_new = super().open(message_format)
         if is_new:
-            self._store.set(self._key(), str(message_format))
+            self._network.store.set(self._key(), str(message_format))
         return is_new
 
     def send(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
@@ -160,18 +159,14 @@ class Outbox(_End):
             pending.wait()
         except RuntimeError as error:
             raise LostPeer(f"channel {self.name}: {first_line(error)}") from error
-        message.close()
-        self._spare.append(message)
+        self.release(message)
 
 
 class Inbox(_End):
     """The receiving end, which posts receives ahead of time in the order of the microbatches to come."""
 
-    def __init__(
-        self, name: str, transport: Transport, store: Store, ahead: int, make: MakeMessage = HostMessage
-    ) -> None:
-        super().__init__(name, transport, store, make)
-        self._ahead = ahead
+    def __init__(self, network: Network, name: ChannelName, window: int) -> None:
+        super().__init__(network, name, window)
         self._posted: deque[_Posted] = deque()
         self._expected: Iterator[int] = iter(())
         self._following: int | None = None  # the next of them, where it may not be posted yet
@@ -214,11 +209,6 @@ class Inbox(_End):
             self._compare_readings(wait=False)
         return message
 
-    def release(self, message: Message) -> None:
-        """Reuse the buffer; nothing may read its tensors any more."""
-        message.close()
-        self._spare.append(message)
-
     def flush(self) -> None:
         """Compare the numbers that are still being read."""
         self._compare_readings(wait=True)
@@ -227,7 +217,7 @@ class Inbox(_End):
         """Compare the format with the sender's, once per format."""
         if self._is_unverified:
             self._is_unverified = False
-            sent = self._store.get(self._key()).decode()
+            sent = self._network.store.get(self._key()).decode()
             if sent != str(self.format):
                 raise FormatError(f"channel {self.name}: the receiver expects {self.format} but the sender has {sent}")
 
@@ -241,7 +231,7 @@ class Inbox(_End):
             raise FormatError(f"channel {self.name}: expected microbatch {expected} but received {number}")
 
     def _post_ahead(self) -> None:
-        while len(self._posted) < self._ahead and self._post():
+        while len(self._posted) < self._network.posted_ahead and self._post():
             pass
 
     def _post(self) -> bool:

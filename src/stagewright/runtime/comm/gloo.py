@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
-from stagewright.runtime.comm.channel import POSTED_AHEAD, ChannelName, Network
+from stagewright.runtime.comm.channel import ChannelName, Network
 from stagewright.runtime.comm.device import Device, Gpu
 from stagewright.runtime.comm.message import HostMessage, Message, MessageFormat, StagedMessage
 from stagewright.runtime.comm.shared_memory import connect_sums
-from stagewright.runtime.comm.transport import AllOf, Alone, Collective, Done, LostPeer, Pending, Place, Transport
+from stagewright.runtime.comm.transport import AllOf, Collective, Done, LostPeer, Pending, Place, Transport
 from stagewright.runtime.comm.unix_socket import connect_two
 
 _GPU_THREADS = 4  # that stage and sum pieces of a gradient, and as many that move them
@@ -32,13 +32,11 @@ _KERNEL_BYTES = 1024  # the kernel's overhead per message; it also rounds sizes 
 _DONE = Done()
 
 
-class GlooNetwork:
+class GlooNetwork(Network):
     """Process groups over TCP, one per channel and one per collective of several machines, all on one interface.
 
     Gloo sums tensors on a GPU by staging them; messages are staged here, since gloo sends only host memory.
     """
-
-    posted_ahead = POSTED_AHEAD
 
     def __init__(self, store: Store, rank: int, place: Place, timeout: float, device: Device | None = None) -> None:
         self._torch_store = store
@@ -50,10 +48,6 @@ class GlooNetwork:
         self._copies = ThreadPoolExecutor(1, "copies") if self._gpu else None
         self.store = PrefixStore("format", store)
 
-    @property
-    def host(self) -> Network:
-        return self
-
     def message(self, message_format: MessageFormat) -> Message:
         if self._gpu is None or self._copies is None:
             return HostMessage(message_format)
@@ -64,11 +58,13 @@ class GlooNetwork:
         if not all(map(self._place.is_local, (name.source, name.target))):
             return gloo
         store = PrefixStore(f"socket/{name}", self._torch_store)
-        return SocketTransport(connect_two(store, self._rank == name.source, self._timeout), gloo, window)
+        try:
+            stream = connect_two(store, self._rank == name.source, self._timeout)
+        except (OSError, RuntimeError, ValueError) as error:  # a message without content: the other one ended
+            raise LostPeer(f"no connection for channel {name}: {error}") from error
+        return SocketTransport(stream, gloo, window)
 
-    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
-        if len(ranks) == 1:
-            return Alone()
+    def connect(self, name: str, ranks: Sequence[int]) -> Collective:
         if all(map(self._place.is_local, ranks)):
             store = PrefixStore(f"memory/{name}", self._torch_store)
             return connect_sums(store, ranks, self._rank, self._timeout, self._gpu)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.distributed import HashStore, Store
 
-from stagewright.runtime.comm.channel import POSTED_AHEAD, ChannelName, Network
+from stagewright.runtime.comm.channel import ChannelName, Network
 from stagewright.runtime.comm.device import Device, Gpu
 from stagewright.runtime.comm.message import DirectMessage, HostMessage, Message, MessageFormat
-from stagewright.runtime.comm.transport import Alone, Collective, Done, Pending, Transport
+from stagewright.runtime.comm.transport import Collective, Done, Pending, Transport
 
 Parts = list[Tensor | None]  # one addend per member of a sum; None until that member joins
 
@@ -26,20 +26,14 @@ class Memory:
     store: Store = field(default_factory=HashStore)
 
 
-class MemoryNetwork:
+class MemoryNetwork(Network):
     """One rank's view of the shared memory."""
-
-    posted_ahead = POSTED_AHEAD
 
     def __init__(self, memory: Memory, rank: int, device: Device | None = None) -> None:
         self._memory = memory
         self._rank = rank
         self._gpu = device if isinstance(device, Gpu) else None
         self.store = memory.store
-
-    @property
-    def host(self) -> Network:
-        return self
 
     def message(self, message_format: MessageFormat) -> Message:
         if self._gpu is None:
@@ -49,9 +43,7 @@ class MemoryNetwork:
     def transport(self, name: ChannelName, window: int) -> Transport:
         return self._memory.transports.setdefault(name, MemoryTransport())
 
-    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
-        if len(ranks) == 1:
-            return Alone()
+    def connect(self, name: str, ranks: Sequence[int]) -> Collective:
         return MemoryCollective(self._memory.sums.setdefault(name, {}), ranks.index(self._rank), len(ranks))
 
 

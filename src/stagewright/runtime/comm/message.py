@@ -10,7 +10,7 @@ tensors are views of the buffer. On a GPU there are two kinds:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -103,9 +103,6 @@ class Message(Protocol):
     def close(self) -> None:
         """Sending, or compute, is done with the tensors."""
         ...
-
-
-MakeMessage = Callable[[MessageFormat], Message]
 
 
 class HostMessage:

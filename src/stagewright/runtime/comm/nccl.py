@@ -24,7 +24,7 @@ from stagewright.runtime.comm.channel import ChannelName, Network
 from stagewright.runtime.comm.device import Device, Gpu
 from stagewright.runtime.comm.gloo import GlooNetwork, PairTransport
 from stagewright.runtime.comm.message import DirectMessage, Message, MessageFormat
-from stagewright.runtime.comm.transport import LOOPBACK, Alone, Collective, Pending, Place, Transport
+from stagewright.runtime.comm.transport import LOOPBACK, Collective, Pending, Place, Transport
 
 
 def uses_nccl(config: Config) -> bool:
@@ -40,7 +40,7 @@ def open_network(config: Config, store: Store, rank: int, place: Place, timeout:
     return GlooNetwork(store, rank, place, timeout, device)
 
 
-class NcclNetwork:
+class NcclNetwork(Network):
     """A communicator per channel and collective, opened in one order by all ranks; host memory travels as in `gloo`."""
 
     posted_ahead = 1
@@ -50,8 +50,8 @@ class NcclNetwork:
         self._rank = rank
         self._gpu = gpu
         self._timeout = timedelta(seconds=timeout)
-        self.host = GlooNetwork(store, rank, place, timeout)
-        self.store = self.host.store
+        self._host = GlooNetwork(store, rank, place, timeout)
+        self.store = self._host.store
         if place.address == LOOPBACK:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # otherwise it listens on the first interface it finds
 
@@ -61,9 +61,11 @@ class NcclNetwork:
     def transport(self, name: ChannelName, window: int) -> Transport:
         return PairTransport(self.group(str(name), (name.source, name.target)))
 
-    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
-        if len(ranks) == 1:
-            return Alone()
+    @property
+    def host(self) -> Network:
+        return self._host
+
+    def connect(self, name: str, ranks: Sequence[int]) -> Collective:
         return NcclCollective(self.group(name, ranks), self.host.collective(name, ranks))
 
     def group(self, name: str, ranks: Sequence[int]) -> Any:

@@ -23,47 +23,35 @@ def socket_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
 
 def connect_two(store: Store, is_source: bool, timeout: timedelta) -> socket.socket:
     """One end of a stream between two ranks; what takes longer than `timeout` is an error."""
-    seconds = timeout.total_seconds()
-    if is_source:
-        with socket_folder("stagewright-") as folder, socket.socket(socket.AF_UNIX) as listener:
-            path = str(Path(folder) / "stream")
-            listener.bind(path)
-            listener.listen(1)
-            store.set("path", path)
-            listener.settimeout(seconds)
-            stream, _ = listener.accept()
-    else:
-        stream = socket.socket(socket.AF_UNIX)
-        stream.connect(store.get("path").decode())
+    (stream,) = connect_all(store, int(not is_source), 2, timeout, socket.SOCK_STREAM).values()
     stream.setblocking(True)
+    seconds = timeout.total_seconds()
     limit = struct.pack("ll", int(seconds), round(seconds % 1 * 1e6))
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)  # unlike settimeout, without further system calls
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     return stream
 
 
-def connect_all(store: Store, member: int, size: int, timeout: timedelta) -> dict[int, socket.socket]:
-    """A socket to each other member, by its number, that keeps the bounds of messages.
+def connect_all(
+    store: Store, member: int, size: int, timeout: timedelta, kind: int = socket.SOCK_SEQPACKET
+) -> dict[int, socket.socket]:
+    """A socket to each other member, by its number; by default one that keeps the bounds of messages.
 
     Each member listens for those after it, and connects to those before it, which need not have accepted yet.
     """
     found: dict[int, socket.socket] = {}
-    with socket_folder("stagewright-") as folder, _packets() as listener:
-        path = str(Path(folder) / "packets")
+    with socket_folder("stagewright-") as folder, socket.socket(socket.AF_UNIX, kind) as listener:
+        path = str(Path(folder) / "socket")
         listener.bind(path)
         listener.listen(size)
         listener.settimeout(timeout.total_seconds())
         store.set(f"path/{member}", path)
         store.wait([f"path/{other}" for other in range(member)], timeout)
         for other in range(member):
-            found[other] = _packets()
+            found[other] = socket.socket(socket.AF_UNIX, kind)
             found[other].connect(store.get(f"path/{other}").decode())
             found[other].sendall(str(member).encode())
         while len(found) < size - 1:
             peer, _ = listener.accept()
             found[int(peer.recv(_NUMBER_BYTES))] = peer
     return found
-
-
-def _packets() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

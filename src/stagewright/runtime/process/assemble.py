@@ -284,15 +284,11 @@ def _connect(plan: Plan, rank: int, network: Network) -> dict[int, Exchange]:
         receiving = name.stage + (1 if is_forward else -1)
         window = plan.stages[min(name.stage, receiving)].depth + 1  # the most messages in flight during training
         if rank == name.source:
-            outbox = Outbox(str(name), network.transport(name, window), network.store, window, network.message)
             own = exchanges[name.stage]
-            (own.activations_to if is_forward else own.gradients_to)[name.target] = outbox
+            (own.activations_to if is_forward else own.gradients_to)[name.target] = Outbox(network, name, window)
         elif rank == name.target:
-            inbox = Inbox(
-                str(name), network.transport(name, window), network.store, network.posted_ahead, network.message
-            )
             own = exchanges[receiving]
-            (own.activations_from if is_forward else own.gradients_from)[name.source] = inbox
+            (own.activations_from if is_forward else own.gradients_from)[name.source] = Inbox(network, name, window)
     return exchanges
 
 

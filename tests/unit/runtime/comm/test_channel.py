@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
-from stagewright.runtime.comm.channel import Inbox, Outbox
-from stagewright.runtime.comm.memory import MemoryTransport
+from stagewright.runtime.comm.channel import ChannelName, Inbox, Outbox
+from stagewright.runtime.comm.memory import Memory, MemoryNetwork
 from stagewright.runtime.comm.message import Field, FormatError, MessageFormat
 
 FORMAT = MessageFormat(
@@ -16,8 +15,8 @@ FORMAT = MessageFormat(
 
 
 def connect(sent: MessageFormat = FORMAT, expected: MessageFormat = FORMAT) -> tuple[Outbox, Inbox]:
-    transport, store = MemoryTransport(), HashStore()
-    outbox, inbox = Outbox("act/0/0-1", transport, store, 4), Inbox("act/0/0-1", transport, store, 2)
+    memory, name = Memory(), ChannelName("act", 0, 0, 1)
+    outbox, inbox = (end(MemoryNetwork(memory, rank), name, 4) for rank, end in enumerate((Outbox, Inbox)))
     outbox.open(sent)
     inbox.open(expected)
     return outbox, inbox
