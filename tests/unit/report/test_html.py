@@ -114,6 +114,11 @@ def test_every_figure_has_a_name_a_description_and_numbers() -> None:
             assert attributes.get("aria-label") or attributes.get("data-copies") in identities
 
 
+def test_two_small_figures_share_the_width() -> None:
+    small = Curves("c", "x", "y", (Curve("k", (Point(0, 1),)),), is_small=True)
+    assert as_html(Page("p", (small, small, small))).count('class="half"') == 2
+
+
 def test_bars_are_as_long_as_their_values() -> None:
     bars = Bars("B", "u", (Bar("a", 50.0, 40.0, 100.0), Bar("b", 0.0), Bar("c", float("nan"))))
     page = as_html(Page("p", (bars,)))

@@ -26,6 +26,7 @@ from stagewright.events import (
     read_usage,
 )
 from tests.made_runs import PLAN, make_run, steps, timeline, usage
+from tests.marks import daily
 
 WRONG: tuple[Any, ...] = (None, "many", inf, nan, -inf, [], [1], {}, True, 10**400, -1, 1.5)
 RECORDS = (
@@ -59,6 +60,12 @@ FILES: dict[str, dict[str, Any]] = {
     "env.json": {"host": {"cores": 2}, "gpus": [], "topology": [["X"]], "command": ["a"], "libraries": {}},
     "trace.json": timeline().chrome_trace(),
 }
+CASES = [
+    (file, name, value)
+    for file, content in FILES.items()
+    for name in content
+    for value in (None, "many", inf, 7, [["x"]], 10**400)
+]
 
 
 def line(record: Any) -> dict[str, Any]:
@@ -127,8 +134,7 @@ def test_a_sample_with_a_wrong_value_is_left_out(
     require_readers(folder, capsys)
 
 
-@pytest.mark.parametrize(("file", "name"), [(file, name) for file, content in FILES.items() for name in content])
-@pytest.mark.parametrize("value", [None, "many", inf, 7, [["x"]], 10**400], ids=lambda v: str(v)[:9])
+@pytest.mark.parametrize(("file", "name", "value"), daily(CASES, 11), ids=lambda value: str(value)[:12])
 def test_a_file_with_a_wrong_value_breaks_no_command(
     file: str, name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
