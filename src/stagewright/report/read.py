@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from stagewright.errors import printable
 from stagewright.events import (
@@ -35,14 +35,9 @@ _PLAN_FIELDS: dict[str, Any] = {
     "versions": tuple[int, ...],
     "depths": tuple[int, ...],
 }
-_PROOF_FIELDS: dict[str, Any] = {
-    "way": str,
-    "samples": int,
-    "precision": str,
-    "difference": float,
-    "seconds": float,
-}
+_PROOF_FIELDS = {"way": str, "samples": int, "precision": str, "difference": float, "seconds": float}
 _LONGEST_UNIT = 20
+Recorded = TypeVar("Recorded")
 _BAD_CONTENT = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 
 
@@ -56,27 +51,15 @@ class RankMap:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Everything that a report needs from a run folder; what the folder lacks is empty or None."""
+class Facts:
+    """What is known of a run from its beginning on; what its folder lacks is empty or None."""
 
     folder: Path
     rank_map: RankMap
     plan: dict[str, Any]
     config: dict[str, Any]
-    environment: dict[str, Any]
-    summary: dict[str, Any] | None
     batches: int | None  # to train in total
-    steps: tuple[Step, ...]
-    evaluations: tuple[Evaluated, ...]
-    restarts: tuple[Restarted, ...]
-    resumes: tuple[Resumed, ...]  # one for each time that it was resumed
-    replaced: int
-    saved: tuple[Saved, ...]
-    usage: tuple[tuple[Usage, ...], ...]  # samples of each machine that has a monitor's file
-    timeline: Timeline | None
-    memory: tuple[dict[str, float], ...] | None  # bytes by part, of each rank, as the planner predicts
-    proof: dict[str, Any] | None = None  # what was proven of the cut
-    unit: Unit = IMAGES  # of its throughput
+    unit: Unit  # of its throughput
 
     @property
     def name(self) -> str:
@@ -98,6 +81,38 @@ class Run:
     def shape(self) -> str:
         """Replicas of each stage: 7-1."""
         return "-".join(str(len(ranks)) for ranks in self.rank_map.stages)
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether all ranks ran in one process."""
+        return self.section("run").get("emulate") is True
+
+    @property
+    def evaluated_on(self) -> str:
+        return evaluated_on(self.config)
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A table of its configuration."""
+        found = self.config.get(name)
+        return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Run(Facts):
+    """Everything that a report needs from a run folder."""
+
+    environment: dict[str, Any]
+    summary: dict[str, Any] | None
+    steps: tuple[Step, ...]
+    evaluations: tuple[Evaluated, ...]
+    restarts: tuple[Restarted, ...]
+    resumes: tuple[Resumed, ...]  # one for each time that it was resumed
+    replaced: int
+    saved: tuple[Saved, ...]
+    usage: tuple[tuple[Usage, ...], ...]  # samples of each machine that has a monitor's file
+    timeline: Timeline | None
+    memory: tuple[dict[str, float], ...] | None  # bytes by part, of each rank, as the planner predicts
+    proof: dict[str, Any] | None  # what was proven of the cut
 
     @property
     def start(self) -> int:
@@ -158,14 +173,6 @@ class Run:
         return next(iter(headline_metrics(self.evaluations[-1].metrics)), None) if self.evaluations else None
 
     @property
-    def is_emulated(self) -> bool:
-        return is_emulated(self.config)
-
-    @property
-    def evaluated_on(self) -> str:
-        return evaluated_on(self.config)
-
-    @property
     def validation(self) -> str | None:
         """The validation data by its name, as in `folder:val`; None where it evaluates on the training data."""
         source, val = self.section("data").get("source"), self.section("data").get("val")
@@ -180,17 +187,6 @@ class Run:
             return "all ranks, one process"
         return self.rank_map.labels[rank] if rank < len(self.rank_map.labels) else f"rank {rank}"
 
-    def section(self, name: str) -> dict[str, Any]:
-        """A table of its configuration."""
-        found = self.config.get(name)
-        return found if isinstance(found, dict) else {}
-
-
-def is_emulated(config: dict[str, Any]) -> bool:
-    """Whether a configuration runs all ranks in one process."""
-    run = config.get("run")
-    return isinstance(run, dict) and run.get("emulate") is True
-
 
 def evaluated_on(config: dict[str, Any]) -> str:
     """What a configuration evaluates on: without --val, the data that it trains on; and whether with --ema."""
@@ -201,41 +197,43 @@ def evaluated_on(config: dict[str, Any]) -> str:
     return f"{'training' if data.get('val') in (None, data.get('source')) else 'validation'} data{averaged}"
 
 
+def read_facts(folder: Path, rank_map: RankMap) -> Facts:
+    """Read what is known of a run from its beginning on."""
+    batches = (read_object(folder / "job.json") or {}).get("batches")
+    plan, config = read_plan_fields(folder), read_tables(folder / "config.toml")
+    return Facts(folder, rank_map, plan, config, batches if fits(batches, int) else None, read_unit(folder))
+
+
 def read_run(folder: Path, rank_map: RankMap) -> Run:
     """Read all files of a run folder."""
     records = [record for _, record in read_records(read_lines(folder / "metrics.jsonl"))]
+    monitored = (tuple(read_usage(read_lines(path))) for path in sorted(folder.glob("monitor*.jsonl")))
+
+    def of(kind: type[Recorded]) -> tuple[Recorded, ...]:
+        return tuple(record for record in records if isinstance(record, kind))
+
+    known = read_facts(folder, rank_map)
     return Run(
-        folder=folder,
-        rank_map=rank_map,
-        plan=read_plan_fields(folder),
-        config=read_tables(folder / "config.toml"),
+        **{field.name: getattr(known, field.name) for field in fields(known)},
         environment=read_object(folder / "env.json") or {},
         summary=read_object(folder / "summary.json"),
-        batches=read_batches(folder),
-        steps=tuple(record for record in records if isinstance(record, Step)),
-        evaluations=tuple(record for record in records if isinstance(record, Evaluated)),
-        restarts=tuple(record for record in records if isinstance(record, Restarted)),
-        resumes=tuple(record for record in records if isinstance(record, Resumed)),
-        replaced=sum(isinstance(record, Replaced) for record in records),
-        saved=tuple(record for record in records if isinstance(record, Saved)),
-        usage=tuple(
-            filter(None, (tuple(read_usage(read_lines(path))) for path in sorted(folder.glob("monitor*.jsonl"))))
-        ),
+        steps=of(Step),
+        evaluations=of(Evaluated),
+        restarts=of(Restarted),
+        resumes=of(Resumed),
+        replaced=len(of(Replaced)),
+        saved=of(Saved),
+        usage=tuple(filter(None, monitored)),
         timeline=_read_timeline(folder / "trace.json"),
         memory=_read_memory(folder / "memory.json"),
         proof=_read_proof(folder / "proof.json"),
-        unit=read_unit(folder),
     )
 
 
 def _read_proof(path: Path) -> dict[str, Any] | None:
     """What was proven of the cut; None where the file is missing or has a field of a wrong type."""
-    found = read_object(path)
-    return (
-        found
-        if found is not None and all(fits(found.get(name), kind) for name, kind in _PROOF_FIELDS.items())
-        else None
-    )
+    found = read_object(path) or {}
+    return found if all(fits(found.get(name), kind) for name, kind in _PROOF_FIELDS.items()) else None
 
 
 def read_lines(path: Path) -> list[bytes]:
@@ -250,12 +248,6 @@ def read_plan_fields(folder: Path) -> dict[str, Any]:
     """The fields of plan.json; those of a wrong type are left out."""
     found = read_object(folder / "plan.json") or {}
     return {name: value for name, value in found.items() if fits(value, _PLAN_FIELDS.get(name, Any))}
-
-
-def read_batches(folder: Path) -> int | None:
-    """How many batches a run is to train, by its job.json; None where unknown."""
-    batches = (read_object(folder / "job.json") or {}).get("batches")
-    return batches if fits(batches, int) else None
 
 
 def read_unit(folder: Path) -> Unit:

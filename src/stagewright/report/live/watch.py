@@ -15,20 +15,10 @@ from rich.text import Text
 from stagewright.errors import counted, printable
 from stagewright.events import Evaluated, GpuUsage, Restarted, Resumed, Step, Usage, read_records, read_usage
 from stagewright.files import open_regular
-from stagewright.metrics import IMAGES, MIB, Unit, format_rate, metric_words, steady_rate
+from stagewright.metrics import MIB, format_rate, metric_words, steady_rate
 from stagewright.report.columns import Column
 from stagewright.report.live.terminal import draw_table, plot
-from stagewright.report.read import (
-    RankMap,
-    as_number,
-    evaluated_on,
-    is_emulated,
-    read_batches,
-    read_object,
-    read_plan_fields,
-    read_tables,
-    read_unit,
-)
+from stagewright.report.read import Facts, RankMap, as_number, read_facts, read_object
 from stagewright.report.timeline import action_words
 from stagewright.report.words import format_duration
 
@@ -66,23 +56,16 @@ class Tail:
 class Snapshot:
     """The state of a run at one moment."""
 
-    name: str
-    rank_map: RankMap
-    batch: int
-    batches: int | None
+    run: Facts
     is_running: bool
-    is_finished: bool  # it has a summary
-    is_emulated: bool  # one process, which counts as rank 0
-    speed: float | None  # images per second over the whole run, from its summary
+    summary: dict[str, Any] | None  # of a finished run
     steps: Sequence[Step]
     interrupted: frozenset[int]  # batches right after an evaluation, a restart or a resume
     evaluation: Evaluated | None
-    evaluated_on: str  # training data, validation data
     restarts: int
     usage: Usage | None
     actions: tuple[str, ...]  # what each rank does now; empty where unknown
-    doing: str = ""  # what the run does now: training, evaluating 3,200 of 10,000, ...; empty where unknown
-    unit: Unit = IMAGES  # of its throughput
+    doing: str  # what the run does now: training, evaluating 3,200 of 10,000, ...; empty where unknown
     label: str = ""  # that `runs name` gave it
 
     @property
@@ -92,40 +75,41 @@ class Snapshot:
     @property
     def images_per_second(self) -> float | None:
         """From the summary of a finished run, else the steady rate of the last steps."""
-        if self.speed is not None and not self.is_running:
-            return self.speed
-        recent = steady_rate(self.steps[-_RECENT - 1 :], self.batch, self.interrupted)
+        whole = as_number((self.summary or {}).get("images_per_second"))
+        if whole is not None and not self.is_running:
+            return whole
+        recent = steady_rate(self.steps[-_RECENT - 1 :], self.run.batch, self.interrupted)
         return recent.rate if recent else None
 
     @property
     def seconds_left(self) -> float | None:
         """At the current speed, without evaluations that are still to come; None where unknown."""
         speed = self.images_per_second
-        if not (speed and self.is_running and self.batches):
+        if not (speed and self.is_running and self.run.batches):
             return None
-        return max(0, self.batches - self.done) * self.batch / speed
+        return max(0, self.run.batches - self.done) * self.run.batch / speed
 
     @property
     def state(self) -> str:
-        return "running" if self.is_running else "finished" if self.is_finished else "stopped"
+        return "running" if self.is_running else "stopped" if self.summary is None else "finished"
 
     def describe(self) -> dict[str, Any]:
         """The snapshot as JSON takes it."""
         evaluation = self.evaluation
         return {
-            "run": self.name,
+            "run": self.run.name,
             "name": self.label or None,
             "state": self.state,
             "step": self.done,
-            "steps": self.batches,
+            "steps": self.run.batches,
             "loss": self.steps[-1].loss if self.steps else None,
             "images_per_second": self.images_per_second,  # samples, whatever the unit
-            "unit": self.unit.name,
-            "per_sample": self.unit.per_sample,
+            "unit": self.run.unit.name,
+            "per_sample": self.run.unit.per_sample,
             "seconds": self.steps[-1].seconds if self.steps else 0.0,
             "top1": evaluation.metrics.get("top1") if evaluation else None,
             "metrics": dict(evaluation.metrics) if evaluation else None,
-            "evaluated_on": self.evaluated_on if evaluation else None,
+            "evaluated_on": self.run.evaluated_on if evaluation else None,
             "restarts": self.restarts,
             "now": self.doing or None,
             "doing": list(self.actions),
@@ -140,9 +124,6 @@ class Watch:
 
     def __init__(self, folder: Path, rank_map: RankMap) -> None:
         self._folder, self._rank_map = folder, rank_map
-        self._batch = int(read_plan_fields(folder).get("batch") or 0)
-        config = read_tables(folder / "config.toml")
-        self._is_emulated, self._evaluated_on = is_emulated(config), evaluated_on(config)
         self._records, self._monitor = Tail(folder / "metrics.jsonl"), Tail(folder / "monitor.jsonl")
         self._steps: list[Step] = []
         self._interrupted: frozenset[int] = frozenset()
@@ -168,35 +149,28 @@ class Watch:
         samples = read_usage(reversed(self._monitor.read()[1]))
         # The last sample of a run is taken when its ranks have ended.
         self._usage = next((sample for sample in samples if sample.ranks), self._usage)
-        summary = read_object(self._folder / "summary.json")
+        run = read_facts(self._folder, self._rank_map)
         return Snapshot(
-            self._folder.name,
-            self._rank_map,
-            self._batch,
-            read_batches(self._folder),
+            run,
             is_running,
-            summary is not None,
-            self._is_emulated,
-            as_number((summary or {}).get("images_per_second")),
+            read_object(self._folder / "summary.json"),
             self._steps,
             self._interrupted,
             self._evaluation,
-            self._evaluated_on,
             self._restarts,
             self._usage,
-            () if self._is_emulated else tuple(actions),
-            "" if self._is_emulated else doing,
-            read_unit(self._folder),
+            () if run.is_emulated else tuple(actions),
+            "" if run.is_emulated else doing,
         )
 
 
 def as_line(snapshot: Snapshot) -> str:
     """A snapshot as one line, for a log."""
-    of = f"/{snapshot.batches}" if snapshot.batches else ""
+    of = f"/{snapshot.run.batches}" if snapshot.run.batches else ""
     parts = [f"{snapshot.doing or snapshot.state}  step {snapshot.done}{of}", *_figures(snapshot)]
     if snapshot.evaluation:
         after = f"after step {snapshot.evaluation.batch}"
-        parts.append(f"{_score(snapshot.evaluation, 2)} on {snapshot.evaluated_on} {after}")
+        parts.append(f"{_score(snapshot.evaluation, 2)} on {snapshot.run.evaluated_on} {after}")
     if snapshot.usage:
         parts.append(f"{snapshot.usage.cores:.1f} cores, {_mib(snapshot.usage.memory)} MiB")
         parts += [
@@ -212,7 +186,7 @@ def _figures(snapshot: Snapshot, *more: str) -> Iterator[str]:
     if snapshot.steps:
         yield from (f"loss {snapshot.steps[-1].loss:.4f}", *more)
     if speed := snapshot.images_per_second:
-        yield f"{format_rate(snapshot.unit.of(speed))} {snapshot.unit.rate}"
+        yield f"{format_rate(snapshot.run.unit.of(speed))} {snapshot.run.unit.rate}"
     if left := snapshot.seconds_left:
         yield f"{format_duration(round(left))} left"
 
@@ -224,7 +198,7 @@ def _score(evaluation: Evaluated, digits: int) -> str:
 
 
 def _title(snapshot: Snapshot) -> str:
-    return f"{snapshot.label} ({snapshot.name})" if snapshot.label else snapshot.name
+    return f"{snapshot.label} ({snapshot.run.name})" if snapshot.label else snapshot.run.name
 
 
 def as_screen(snapshot: Snapshot, width: int) -> RenderableType:
@@ -237,8 +211,8 @@ def as_screen(snapshot: Snapshot, width: int) -> RenderableType:
             no_wrap=True,
         )
     ]
-    if snapshot.batches:
-        parts.append(_progress(snapshot.done / snapshot.batches, width - 1))
+    if snapshot.run.batches:
+        parts.append(_progress(snapshot.done / snapshot.run.batches, width - 1))
     parts += [Text(line) for line in _wrapped(_headline(snapshot), width)]
     rows = plot([step.loss for step in snapshot.steps], width - 1)
     if rows:
@@ -260,10 +234,10 @@ def _progress(share: float, width: int) -> Text:
 
 
 def _headline(snapshot: Snapshot) -> Iterator[str]:
-    yield f"step {snapshot.done:,}{f' of {snapshot.batches:,}' if snapshot.batches else ''}"
+    yield f"step {snapshot.done:,}{f' of {snapshot.run.batches:,}' if snapshot.run.batches else ''}"
     yield from _figures(snapshot, format_duration(round(snapshot.steps[-1].seconds)) if snapshot.steps else "")
     if snapshot.evaluation:
-        yield f"{_score(snapshot.evaluation, 1)} on {snapshot.evaluated_on}"
+        yield f"{_score(snapshot.evaluation, 1)} on {snapshot.run.evaluated_on}"
     if snapshot.usage:
         yield f"{snapshot.usage.cores:.1f} cores busy"
 
@@ -289,7 +263,7 @@ def _short(action: str) -> str:
 
 def _ranks(snapshot: Snapshot) -> Table:
     used = {rank.rank: rank for rank in snapshot.usage.ranks} if snapshot.usage else {}
-    labels = ["all, one process"] if snapshot.is_emulated else snapshot.rank_map.labels
+    labels = ["all, one process"] if snapshot.run.is_emulated else snapshot.run.rank_map.labels
     doing = dict(enumerate(map(_short, snapshot.actions)))
     columns: tuple[Column[int], ...] = (
         Column("rank", lambda rank: labels[rank], is_text=True),
