@@ -18,11 +18,11 @@ from benchmarks.learning.trials import StudyOptions
 from benchmarks.micro import checkpoint, data, engine, growth, monitor, own, planner, startup
 from benchmarks.models.run import select, try_models
 from benchmarks.models.table import as_json, show_tries
+from benchmarks.outcome import Outcome, outcome_page, show
 from benchmarks.peers import shared
 from benchmarks.peers.cases import SUITES, only_cases
 from benchmarks.peers.run import run_cases
-from stagewright.bench.pages import Keep, measure_and_show, require_none_failed
-from stagewright.bench.result import Outcome
+from stagewright.bench.folder import measure_and_show, require_none_failed
 from stagewright.bench.suite import REPEATS
 from stagewright.cli.command.command import one_line
 from stagewright.cluster.catalog import open_cluster
@@ -32,6 +32,7 @@ from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console
 
 Given = argparse.Namespace
+Keep = Callable[[Outcome], None]
 Progress = ProgressLine
 _OPTIONS: Mapping[str, dict[str, Any]] = {
     "--repeats": {"type": int, "help": "repeats of each side"},
@@ -218,6 +219,8 @@ def _measure(name: str, benchmark: Benchmark, given: Given, command: str) -> Non
         name,
         lambda runs, keep, progress: benchmark.measure(given, runs, keep, progress),
         command,
+        outcome_page,
+        show,
         runs=given.runs,
         anonymise=given.anonymise,
         as_json=given.json,

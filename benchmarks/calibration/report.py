@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,16 @@ from benchmarks.calibration.calibrate import (
 from benchmarks.calibration.published import PublishedRun, predict_run, published_runs
 from benchmarks.calibration.reading import Reading, Unknown, read_row
 from benchmarks.calibration.rows import read_rows
-from stagewright.bench.result import Outcome, PublishedRow, new_outcome
+from benchmarks.outcome import Outcome, new_outcome
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.specs import Catalog
 from stagewright.files import write_text
 from stagewright.hardware.rows import Row
 from stagewright.metrics import MIB
+from stagewright.planning.predict import IMAGENET, Prediction
+from stagewright.report.columns import Column, page_table, used
 from stagewright.report.live.terminal import plain_table, say
+from stagewright.report.page import Table
 
 FILE = "calibration.toml"
 
@@ -72,9 +75,77 @@ def make_outcome(whole: Fit, splits: Sequence[Split], pairs: Sequence[Pair]) -> 
 
 def published_outcome(catalog: Catalog | None = None) -> Outcome:
     """The published runs beside their predictions, by the shipped calibration unless another catalog is given."""
-    found = (published_row(run, catalog or shipped()) for run in published_runs())
-    rows = tuple(sorted(found, key=lambda row: row.model))
-    return new_outcome("published", "Published runs, predicted", 1, published=rows)
+    found = [Published(run, predict_run(run, catalog or shipped())) for run in published_runs()]
+    models = dict.fromkeys(sorted(one.run.model for one in found))
+    tables = tuple(_published_table(model, [one for one in found if one.run.model == model]) for model in models)
+    return new_outcome("published", "Published runs, predicted", 1, tables=tables)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A published run, and what is predicted for it with the efficiency of the software that ran it."""
+
+    run: PublishedRun
+    prediction: Prediction
+
+    @property
+    def predicted(self) -> float:
+        return self.prediction.images_per_second
+
+    def over(self, base: Published | None) -> tuple[float, float | None] | None:
+        """The speedup over a run, predicted and published."""
+        if base is None or self.run.mode == "dp":
+            return None
+        published = self.run.rate / base.run.rate if self.run.rate and base.run.rate else None
+        return self.predicted / base.predicted, published
+
+
+def _published_table(model: str, found: Sequence[Published]) -> Table:
+    bases = {_about_base(one.run): one for one in reversed(found) if one.run.mode == "dp"}
+
+    def times(one: Published, at: int) -> float | None:
+        over = one.over(bases.get(_about_base(one.run)))
+        return over and over[at]
+
+    def stages(one: Published) -> str:
+        memory = one.prediction.memory
+        ends = (memory[0], memory[-1])[: len(one.prediction.plan.stages)]
+        return ", ".join(f"{rank.total / MIB:,.0f}" for rank in ends)
+
+    columns: tuple[Column[Published], ...] = (
+        Column("system", lambda one: one.run.system),
+        Column("run", lambda one: _run_words(one.run)),
+        Column("cluster", lambda one: one.run.cluster + (f" x{one.run.devices}" if one.run.devices else "")),
+        Column("images/s, predicted", lambda one: one.predicted, "{:,.0f}"),
+        Column("published", lambda one: one.run.rate, "{:,.0f}"),
+        Column("off by", lambda one: one.run.rate and one.predicted / one.run.rate - 1, "{:+.1%}"),
+        Column("epoch s, predicted", lambda one: IMAGENET / one.predicted, "{:,.1f}"),
+        Column("epoch s, published", lambda one: _figures(one.run.epoch_seconds, 1)),
+        Column("x dp, predicted", lambda one: times(one, 0), "{:.2f}"),
+        Column("x dp, published", lambda one: times(one, 1), "{:.2f}"),
+        Column("MiB by stage, predicted", stages),
+        Column("MiB, published", lambda one: _figures(one.run.memory_mib, 0)),
+    )
+    note = (
+        "Predicted with the efficiency of the software that ran it. The fit has seen these runs; how far it is off on "
+        "rows that it has not seen is in docs/planning.md."
+    )
+    return page_table(f"{model}: predicted and published", used(columns, found), found, note=note)
+
+
+def _about_base(run: PublishedRun) -> tuple[object, ...]:
+    """What a run has in common with the data parallel that it is compared with."""
+    return run.system, run.cluster, run.devices, run.data
+
+
+def _run_words(run: PublishedRun) -> str:
+    mode = f"{run.mode}, {run.scheduling}" if run.scheduling else run.mode
+    batch = run.global_batch or f"{run.microbatch} each"
+    return f"{mode} {batch}, {'real' if run.data == 'imagenet' else run.data}, {run.precision}"
+
+
+def _figures(values: Sequence[float], digits: int) -> str | None:
+    return ", ".join(f"{value:,.{digits}f}" for value in values) or None
 
 
 # --- Rows of a file ---------------------------------------------------------------------------------------------------
@@ -147,23 +218,3 @@ def show_rows(console: Console, rows: Sequence[PredictedRow], skipped: Sequence[
         )
     for unknown in skipped:
         say(console, f"skipped: {unknown.row.gpus} x {unknown.row.hardware}, {unknown.row.model}: {unknown.why}")
-
-
-def published_row(run: PublishedRun, catalog: Catalog) -> PublishedRow:
-    """A published run beside its prediction."""
-    prediction = predict_run(run, catalog)
-    memory = (prediction.memory[0].total / MIB, prediction.memory[-1].total / MIB)[: len(prediction.plan.stages)]
-    return PublishedRow(
-        system=run.system,
-        model=run.model,
-        cluster=f"{run.cluster} x{run.devices}" if run.devices else run.cluster,
-        mode=f"{run.mode}, {run.scheduling}" if run.scheduling else run.mode,
-        data="real" if run.data == "imagenet" else run.data,
-        precision=run.precision,
-        batch=f"{run.global_batch}" if run.global_batch else f"{run.microbatch} each",
-        predicted=prediction.images_per_second,
-        published=run.rate,
-        memory=memory,
-        published_memory=tuple(run.memory_mib),
-        epochs=tuple(run.epoch_seconds),
-    )

@@ -19,8 +19,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from benchmarks.learning.trials import TrialRun
+from stagewright.bench.folder import LOGS
 from stagewright.bench.machine import shared_gpu
-from stagewright.bench.pages import LOGS
 from stagewright.config.toml import as_toml, make_config, with_new_names, without_unused
 from stagewright.errors import UserError
 from stagewright.events import Evaluated, Record, Step, read_records

@@ -12,9 +12,9 @@ from benchmarks.learning.findings import Study, TrainingSpeed, findings_of, targ
 from benchmarks.learning.pages import describe_study, study_page
 from benchmarks.learning.runs import FILE, TrainedRun, earlier_runs, train_runs
 from benchmarks.learning.trials import StudyOptions, TrialRun, open_study, trial_runs_of
-from stagewright.bench.pages import bench_folder
+from stagewright.bench.anonymous import cleaned, make_cleaner
+from stagewright.bench.folder import bench_folder, write_json
 from stagewright.bench.predict import predict_config
-from stagewright.bench.result import cleaned, make_cleaner, write_json
 from stagewright.bench.suite import devices_of
 from stagewright.cluster.catalog import open_cluster
 from stagewright.errors import UserError

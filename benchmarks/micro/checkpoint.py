@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from stagewright.bench.result import Outcome, measured_row, new_outcome, ratio_of
-from stagewright.bench.statistics import at_most
+from benchmarks.outcome import Outcome, at_most, new_outcome, ratio_of
+from stagewright.bench.result import measured_row
 from stagewright.config.toml import FIXED, make_config
 from stagewright.events import Record, Saved
 from stagewright.metrics import MIB

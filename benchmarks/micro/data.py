@@ -24,10 +24,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.outcome import Outcome, Ratio, new_outcome, ratio_of
 from stagewright.bench import data
 from stagewright.bench.data import BATCH, SAMPLES, Images, batch_rate, forms, loader_rate, loader_rows
 from stagewright.bench.pictures import InMemory
-from stagewright.bench.result import Outcome, Ratio, Row, measured_row, new_outcome, ratio_of
+from stagewright.bench.result import Row, measured_row
 from stagewright.data.augment import View
 from stagewright.data.decode import is_jpeg
 from stagewright.data.formats.index import IndexBuilder, load_index, save_index

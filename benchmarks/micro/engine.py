@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 import stagewright
-from stagewright.bench.result import Outcome, measured_row, new_outcome, ratio_of
+from benchmarks.outcome import Outcome, new_outcome, ratio_of
+from stagewright.bench.result import measured_row
 from stagewright.config.toml import FIXED, make_config
 from stagewright.model.load import build_model
 from stagewright.run.train import run

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import nn
 
-from stagewright.bench.result import Outcome, Ratio, Repeat, Row, measured_row, new_outcome, ratio_of
-from stagewright.bench.statistics import Goal, at_most
+from benchmarks.outcome import Goal, Outcome, Ratio, at_most, new_outcome, ratio_of
+from stagewright.bench.result import Repeat, Row, measured_row
 from stagewright.config.toml import FIXED, make_config
 from stagewright.errors import counted
 from stagewright.metrics import MIB, Span

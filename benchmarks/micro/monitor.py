@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from stagewright.bench.result import Outcome, measured_row, new_outcome, ratio_of
-from stagewright.bench.statistics import not_slower
+from benchmarks.outcome import Outcome, new_outcome, not_slower, ratio_of
+from stagewright.bench.result import measured_row
 from stagewright.config.toml import FIXED, make_config
 from stagewright.events import Record, Step
 from stagewright.hardware.monitor import Monitor

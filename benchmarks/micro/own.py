@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stagewright.bench.result import Outcome, measured_row, new_outcome, ratio_of
+from benchmarks.outcome import Outcome, new_outcome, ratio_of
+from stagewright.bench.result import measured_row
 from stagewright.config.toml import FIXED, make_config
 from stagewright.run.train import run
 

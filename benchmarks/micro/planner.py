@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from stagewright.bench.result import Outcome, Row, measured_row, new_outcome
+from benchmarks.outcome import Outcome, new_outcome
+from stagewright.bench.result import Row, measured_row
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.topology import Cluster, Device, Level, Machine
 from stagewright.plan.make import make_plan

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from benchmarks.outcome import Outcome, new_outcome
 from benchmarks.timed_command import Printed, ended, run_command
-from stagewright.bench.result import Outcome, measured_row, new_outcome
+from stagewright.bench.result import measured_row
 from stagewright.errors import RunFailed
 
 REPEATS = 5

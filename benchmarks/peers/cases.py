@@ -11,8 +11,8 @@ from enum import StrEnum
 
 from torch import nn
 
+from benchmarks.outcome import Goal, at_least, at_most, not_slower
 from benchmarks.peers.whole import CommandPair, FilesPair
-from stagewright.bench.statistics import Goal, at_least, at_most, not_slower
 from stagewright.cluster.placement import parse_placement
 from stagewright.errors import UserError, counted
 from stagewright.model.networks.zoo import ZOO
@@ -23,9 +23,9 @@ _WIDTH = 8
 class Kind(StrEnum):
     """What trains the workload: a `Runner`, as module:Class."""
 
-    STAGEWRIGHT = "stagewright.bench.demo.sides:Stagewright"
+    STAGEWRIGHT = "benchmarks.peers.sides:Stagewright"
     ONE_F_ONE_B = "benchmarks.peers.sides:OneFOneB"
-    DDP = "stagewright.bench.demo.sides:Ddp"
+    DDP = "benchmarks.peers.sides:Ddp"
     STOCK = "benchmarks.peers.sides:Plain"  # a plain compiled loop in one process
     BOUND = "benchmarks.peers.sides:Unconnected"  # our ranks and kernels without any communication: an upper bound
 
@@ -42,10 +42,6 @@ class Side:
     is_dynamic: bool = False
     precision: str | None = None  # in place of the workload's
     placement: str | None = None  # in place of the workload's
-
-    @property
-    def runner(self) -> str:
-        return self.kind
 
     def world(self, workload: Workload) -> int:
         """How many ranks it has."""

@@ -9,11 +9,13 @@ from pathlib import Path
 from benchmarks.peers.cases import Side
 from stagewright.bench.demo.ranks import HERE, Ranks, Segment
 
+_WARM_STEPS = 3
+
 
 def open_ranks(stack: ExitStack, jobs: Mapping[Side, Path], folder: Path, worlds: Mapping[Side, int]) -> list[Ranks]:
     """Start the ranks of all sides at once and wait until they are ready; the stack ends them."""
     started = [
-        stack.enter_context(Ranks(side, job, folder / f"side-{number}", [HERE] * worlds[side]))
+        stack.enter_context(Ranks(side.name, side.kind, job, folder / f"side-{number}", [HERE] * worlds[side]))
         for number, (side, job) in enumerate(jobs.items())
     ]
     for ranks in started:
@@ -26,7 +28,17 @@ def compile_together(sides: Sequence[Ranks]) -> None:
     for side in sides:
         side.begin(1)
     for side in sides:
-        side.wait_trained()
+        side.wait()
+
+
+def take_turn(ranks: Ranks, steps: int, *, on_gpu: bool) -> Segment:
+    """Train and time a segment; on a GPU warm up first, and give back memory that the next side may need."""
+    if not on_gpu:
+        return ranks.train(steps)
+    ranks.train(_WARM_STEPS)
+    segment = ranks.train(steps)
+    ranks.call("rest")
+    return segment
 
 
 def take_turns(

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.outcome import Outcome, new_outcome, ratio_of
 from benchmarks.peers.cases import Case, Measure, PeerSuite, Side, Workload
-from benchmarks.peers.launch import compile_together, open_ranks, take_turns
+from benchmarks.peers.launch import compile_together, open_ranks, take_turn, take_turns
 from benchmarks.peers.whole import run_pair
 from stagewright.bench.demo.ranks import Segment
 from stagewright.bench.machine import shared_gpu
-from stagewright.bench.result import Outcome, Repeat, Row, measured_row, new_outcome, ratio_of
+from stagewright.bench.result import Repeat, Row, measured_row
 from stagewright.config.sections import Config
 from stagewright.config.toml import FIXED, make_config
 from stagewright.run.prepare import prepare
@@ -77,15 +78,18 @@ def make_row(side: Side, measure: Measure, workload: Workload, steps: int, segme
 
 
 def _busiest(segments: Sequence[Segment]) -> str:
-    shares = [segment.busiest for segment in segments if segment.busiest is not None]
+    """By the share of the middle of each segment in which the busiest rank computed, where that is known."""
+    known = [[result["busy"] for result in segment.results if "busy" in result] for segment in segments]
+    shares = [max(busy) for busy in known if busy]
     return f"the busiest rank computes {median(shares):.0%} of the time" if shares else ""
 
 
 def _cores(workload: Workload, segments: Sequence[Segment]) -> str:
     """On CPUs, whether a side is slow since it computes or since it waits."""
-    used = [segment.cores for segment in segments if segment.cores is not None]
-    is_shown = used and workload.setting.device == "cpu"
-    return f"the process with the most processor time uses {median(used):.2f} cores" if is_shown else ""
+    if workload.setting.device != "cpu":
+        return ""
+    used = median(segment.cores for segment in segments)
+    return f"the process with the most processor time uses {used:.2f} cores"
 
 
 def _tokens(workload: Workload, measure: Measure, repeats: Sequence[Repeat]) -> str:
@@ -106,7 +110,7 @@ def _run_case(case: Case, repeats: int, steps: int, folder: Path, progress: Prog
             progress(f"{case.workload}: compiling")
             compile_together(ranks)
         turns = [
-            partial(one.take_turn, side.steps or steps, on_gpu=on_gpu) for side, one in zip(jobs, ranks, strict=True)
+            partial(take_turn, one, side.steps or steps, on_gpu=on_gpu) for side, one in zip(jobs, ranks, strict=True)
         ]
         segments = take_turns(turns, repeats, lambda text: progress(f"{case.workload}: {text}"))
     return dict(zip(jobs, segments, strict=True))

@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.outcome import Outcome, new_outcome, not_slower
 from benchmarks.peers.cases import IMAGES, Case, Execution, Kind, Pairing, PeerSuite, Side, Workload
 from benchmarks.peers.run import run_cases
 from stagewright.bench.machine import shared_gpu
-from stagewright.bench.result import Outcome, new_outcome
-from stagewright.bench.statistics import not_slower
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import format_placement, parse_placement
 from stagewright.cluster.topology import Cluster, Level

@@ -1,11 +1,14 @@
 """How each side trains one rank's part of a job: stock PyTorch as a user would run it, and a bound.
 
-Every class is a `Runner` of `stagewright.bench.demo.process`. All sides train the same model on the same samples.
+Every class is a `Runner`. All sides train the same model on the same samples; on GPUs on one microbatch that stays
+there.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from stagewright.bench.demo.sides import (
-    Stagewright,
-    Stock,
-    batches,
-    fused_optimizer,
-    open_store,
-    static_batch,
-    stock_loss,
-)
+from stagewright.bench.demo import sides
+from stagewright.bench.demo.process import Runner
+from stagewright.bench.demo.sides import batches, fused_optimizer, open_store, stock_loss
+from stagewright.data.sources import Fields
 from stagewright.model.pieces import Piece
+from stagewright.model.probe import Value
 from stagewright.runtime.comm.channel import ChannelName, Inbox, Network, Outbox
 from stagewright.runtime.comm.device import Device, open_device
 from stagewright.runtime.comm.memory import MemoryTransport
@@ -35,9 +34,90 @@ from stagewright.runtime.process.assemble import open_pieces
 from stagewright.runtime.process.torch_flags import set_flags
 
 _CPU = torch.device("cpu")
+_MIDDLE = (0.25, 0.85)  # of a segment: where the pipeline neither fills nor drains
 
 
-class OneFOneB(Stock):
+class _OnDevice(Runner):
+    """What sides do on a GPU as well: wait for it, and give back memory that the next side may need."""
+
+    def timed(self, first: int, steps: int, at: float) -> dict[str, Any]:
+        result = super().timed(first, steps, at)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+            result["end"] = time.monotonic()
+        return result
+
+    def rest(self) -> None:
+        torch.cuda.empty_cache()
+
+
+class Ddp(_OnDevice, sides.Ddp):
+    """DistributedDataParallel: on GPUs with the fastest stock options."""
+
+    def samples(self, job: Job, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device.type == "cpu":
+            return super().samples(job, rank, device)
+        inputs, labels = static_batch(job, device)
+        return inputs[None], labels[None]
+
+
+class Stagewright(_OnDevice, sides.Stagewright):
+    """One rank of a job, which knows how busy it was."""
+
+    def __init__(self, job: Job, rank: int, meeting: Path) -> None:
+        super().__init__(job, rank, meeting)
+        device = self.device.device
+        if device.type == "cuda" and self.worker.loader is not None:
+            self.worker.loader.close()
+            names = job.training.inputs[0].name, job.training.fields[0].name
+            self.worker.loader = _Static(*static_batch(job, device), names)
+
+    def timed(self, first: int, steps: int, at: float) -> dict[str, Any]:
+        result = super().timed(first, steps, at)
+        return result | {"busy": self._busy(at, result["end"])}
+
+    def _busy(self, start: float, end: float) -> float:
+        """The share of a segment's middle that compute spans cover."""
+        low, high = (start + share * (end - start) for share in _MIDDLE)
+        spans = [span for span in self.recorder.spans() if span.lane == "compute"]
+        inside = sum(max(0.0, min(span.end, high) - max(span.start, low)) for span in spans)
+        return inside / (high - low)
+
+
+@dataclass(frozen=True, slots=True)
+class _Static:
+    """A loader that always returns the same microbatch, which stays on the device."""
+
+    inputs: Tensor
+    labels: Tensor
+    names: tuple[str, str]
+    targets: tuple[str, ...] = ()
+
+    def microbatch(self, number: int) -> Fields:
+        return dict(zip(self.names, (self.inputs, self.labels), strict=True))
+
+    def close(self) -> None:
+        pass
+
+
+def static_batch(job: Job, device: torch.device) -> tuple[Tensor, Tensor]:
+    """One microbatch that stays on the device; on GPUs every side trains on it again and again."""
+    (inputs,), (target,) = job.training.inputs, job.training.fields
+    generator = torch.Generator(device).manual_seed(0)
+    return _random(inputs, job, device, generator), _random(target, job, device, generator)
+
+
+def _random(field: Value, job: Job, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Real numbers, or whole ones below the number of classes."""
+    classes, shape = job.config.model.classes, field.shape
+    assert classes is not None and field.dtype is not None
+    if not getattr(torch, field.dtype).is_floating_point:
+        return torch.randint(classes, shape, device=device, generator=generator)
+    made = torch.randn(shape, device=device, generator=generator)
+    return made.contiguous(memory_format=torch.channels_last) if made.dim() == 4 else made
+
+
+class OneFOneB(_OnDevice):
     """torch.distributed.pipelining: one stage per rank, Schedule1F1B, shapes known from the start."""
 
     def __init__(self, job: Job, rank: int, meeting: Path) -> None:
@@ -67,7 +147,7 @@ class OneFOneB(Stock):
         self.loss = float(torch.stack(losses).mean()) if losses else None
 
 
-class Plain(Stock):
+class Plain(_OnDevice):
     """The usual training loop in one process on one GPU, compiled, with torch's own loss scaling in fp16."""
 
     def __init__(self, job: Job, rank: int, meeting: Path) -> None:
@@ -115,14 +195,15 @@ class Unconnected(Stagewright):
 
     def __init__(self, job: Job, rank: int, meeting: Path) -> None:
         super().__init__(job, rank, meeting)
-        for replica in self._session.workers[0].replicas.values():
+        device = self.device.device
+        for replica in self.worker.replicas.values():
             own = replica.exchange
-            own.activations_from = {peer: _NoInbox(inbox, self._device) for peer, inbox in own.activations_from.items()}
-            own.gradients_from = {peer: _NoInbox(inbox, self._device) for peer, inbox in own.gradients_from.items()}
+            own.activations_from = {peer: _NoInbox(inbox, device) for peer, inbox in own.activations_from.items()}
+            own.gradients_from = {peer: _NoInbox(inbox, device) for peer, inbox in own.gradients_from.items()}
             own.activations_to = {peer: _NoOutbox(outbox) for peer, outbox in own.activations_to.items()}
             own.gradients_to = {peer: _NoOutbox(outbox) for peer, outbox in own.gradients_to.items()}
 
-    def _network(self, job: Job, rank: int, meeting: Path, device: Device) -> Network:
+    def network(self, job: Job, meeting: Path, device: Device) -> Network:
         return _NoNetwork()
 
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.outcome import Goal, Outcome, Ratio, at_least, at_most, ratio_of
 from benchmarks.timed_command import ended, run_command
 from stagewright.bench.pictures import InMemory, make_jpegs
-from stagewright.bench.result import Outcome, Ratio, Row, measured_row, ratio_of
-from stagewright.bench.statistics import Goal, at_least, at_most
+from stagewright.bench.result import Row, measured_row
 from stagewright.data.convert import Shrink, convert
 from stagewright.data.datasets import Kind
 from stagewright.errors import RunFailed

@@ -1,38 +1,26 @@
 """What a bench found, as bench.json holds it: every value of every repeat, and the machine it was measured on.
 
-Suites, comparisons with stock PyTorch and benches of single parts all have an `Outcome`: rows of repeats, ratios of two
-rows, and other figures. The fields of these classes are the keys of the file; those that old files lack have a default.
-`make_cleaner` and `anonymous` remove what identifies a machine, a person or a network, for `--anonymise`.
+The fields of these classes are the keys of the file; those that old files lack have a default.
 """
 
 from __future__ import annotations
 
-import getpass
-import ipaddress
 import json
-import os
-import re
-import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from stagewright.bench.statistics import Goal, Interval, median_interval, outliers, paired_ratio
+from stagewright.bench.statistics import Interval, median_interval, outliers
 from stagewright.errors import UserError
 from stagewright.files import read_text
 from stagewright.hardware.environment import read_environment
 
 FILE = "bench.json"
 Kind = Literal["measured", "predicted", "left out", "failed"]
-_UUID = re.compile(r"\b(?:GPU-|MIG-)?[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b")
-_MAC = re.compile(r"\b[0-9a-fA-F]{2}(?::[0-9a-fA-F]{2}){5}\b")
-_V4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])")
-_V6 = re.compile(r"(?<![\w:.])(?=[0-9a-fA-F:]*:[0-9a-fA-F:]*:)[0-9a-fA-F:]{3,39}(?:%\w+)?(?![\w:])")
-_PATH = re.compile(r"(?<![\w.)\]>])(?:~?/)(?:[^\s/\"'`:;,<>|()\[\]{}\\]+/)+([^\s/\"'`:;,<>|()\[\]{}\\]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,49 +89,6 @@ def measured_row(group: str, name: str, repeats: Iterable[Repeat | float], **abo
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """One row over another, repeat by repeat, and the goal for it."""
-
-    group: str
-    ours: str  # their names
-    theirs: str
-    first: Interval
-    second: Interval
-    ratio: Interval
-    goal: str = ""
-    is_met: bool | None = None  # None where there is no goal, or where the interval is too wide to say
-
-
-def ratio_of(ours: Row, theirs: Row, goal: Goal | None = None) -> Ratio:
-    """The ratio of two rows whose repeats were interleaved."""
-    assert ours.rate is not None and theirs.rate is not None
-    ratio = paired_ratio([repeat.rate for repeat in ours.repeats], [repeat.rate for repeat in theirs.repeats])
-    goal_text, is_met = ("", None) if goal is None else (goal.text, goal.is_met(ratio))
-    return Ratio(ours.group, ours.label, theirs.label, ours.rate, theirs.rate, ratio, goal_text, is_met)
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedRow:
-    """A published run and what the simulator predicts for it, with the efficiency of the software that ran it."""
-
-    system: str
-    model: str
-    cluster: str
-    mode: str
-    data: str
-    precision: str
-    batch: str
-    predicted: float  # images per second
-    published: float | None
-    memory: tuple[float, ...]  # MiB
-    published_memory: tuple[float, ...]
-    epochs: tuple[float, ...]  # published seconds
-    told: float | None = None  # in old files: error of the prediction fitted to the other runs only
-    is_alone: bool = False
-    held_out: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """A whole bench."""
 
@@ -156,13 +101,10 @@ class Outcome:
     machine: Mapping[str, str]
     rows: tuple[Row, ...]
     cores: int = 0  # of the machine
-    published: tuple[PublishedRow, ...] = ()
     topology: str = ""
     is_anonymised: bool = False
     is_whole: bool = True  # False where it was interrupted
     unit: str = "images/s"  # of the rows; what ends in /s is better the larger it is, everything else the smaller
-    ratios: tuple[Ratio, ...] = ()
-    figures: Mapping[str, float] = field(default_factory=dict)  # whatever else was measured, by its name and unit
 
     def groups(self) -> dict[str, list[Row]]:
         found: dict[str, list[Row]] = {}
@@ -171,102 +113,45 @@ class Outcome:
         return found
 
 
+Found = TypeVar("Found", bound=Outcome)
+
+
 def new_outcome(suite: str, title: str, repeats: int, steps: int = 0, **found: Any) -> Outcome:
     """An outcome of this machine and this minute."""
+    return Outcome(**here_and_now(suite, title, repeats, steps), **{"rows": (), **found})
+
+
+def here_and_now(suite: str, title: str, repeats: int, steps: int) -> dict[str, Any]:
+    """The fields of an outcome that say what is measured, where and when."""
     here = read_environment()
-    return Outcome(
-        suite=suite,
-        title=title,
-        command=f"stagewright bench {suite}",
-        date=time.strftime("%Y-%m-%d %H:%M"),
-        repeats=repeats,
-        steps=steps,
-        machine=dict(here.rows()),
-        cores=here.host.cores,
-        topology="\n".join(here.topology.table()) if here.topology else "",
-        **{"rows": (), **found},
-    )
+    return {
+        "suite": suite,
+        "title": title,
+        "command": f"stagewright bench {suite}",
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "repeats": repeats,
+        "steps": steps,
+        "machine": dict(here.rows()),
+        "cores": here.host.cores,
+        "topology": "\n".join(here.topology.table()) if here.topology else "",
+    }
 
 
-def from_json(tables: Any, where: str) -> Outcome:
+def from_json(tables: Any, where: str, kind: type[Found] = Outcome) -> Found:  # type: ignore[assignment]
     """Read an outcome; `where` names the file in errors."""
     try:
-        return TypeAdapter(Outcome).validate_python(tables)
+        return TypeAdapter(kind).validate_python(tables)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise UserError(f"{where} is not a bench outcome: {key}: {first['msg'].lower()}") from error
 
 
-def write_json(tables: Any, path: Path) -> None:
-    """Write a file that is never half of one."""
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_text(json.dumps(tables, indent=1))
-    draft.replace(path)
-
-
-def read_outcome(folder: Path) -> Outcome:
+def read_outcome(folder: Path, kind: type[Found] = Outcome) -> Found:  # type: ignore[assignment]
     path = folder / FILE
     try:
-        return from_json(json.loads(read_text(path)), str(path))
+        return from_json(json.loads(read_text(path)), str(path), kind)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give the folder of a bench") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from error
-
-
-def make_cleaner() -> Callable[[str], str]:
-    """A function that removes names of this machine and its user, paths, addresses and UUIDs from a text."""
-    names = _own_names()
-    known = re.compile("|".join(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])" for name in names), re.IGNORECASE)
-
-    def clean(text: str) -> str:
-        text = _UUID.sub("<uuid>", text)
-        text = _PATH.sub(lambda match: f"<path>/{match[1]}" if "." in match[1] else "<path>", text)
-        text = _MAC.sub("<address>", text)
-        text = _V4.sub(_address, text)
-        text = _V6.sub(_address, text)
-        return known.sub("<name>", text) if names else text
-
-    return clean
-
-
-def _own_names() -> list[str]:
-    """Names of this machine, its user and the user's folder, the longest first."""
-    host = socket.gethostname()
-    found = {host, host.partition(".")[0], socket.getfqdn(), os.uname().nodename, Path.home().name, _user()}
-    found |= {os.environ.get(name, "") for name in ("HOSTNAME", "USER", "LOGNAME", "SUDO_USER")}
-    plain = {"", "localhost", "localhost.localdomain"}
-    return sorted(found - plain, key=len, reverse=True)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a user without an entry
-        return ""
-
-
-def _address(match: re.Match[str]) -> str:
-    """Keep addresses that are the same on every machine: loopback, and the one that means all."""
-    try:
-        address = ipaddress.ip_address(match[0].partition("%")[0])
-    except ValueError:
-        return match[0]
-    return match[0] if address.is_loopback or address.is_unspecified else "<address>"
-
-
-def anonymous(outcome: Outcome, clean: Callable[[str], str]) -> Outcome:
-    """The same outcome with every text cleaned."""
-    return from_json(cleaned(asdict(outcome), clean) | {"is_anonymised": True}, "the outcome")
-
-
-def cleaned(value: Any, clean: Callable[[str], str]) -> Any:
-    """The same nested value with every text cleaned, keys included."""
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, dict):
-        return {cleaned(key, clean): cleaned(entry, clean) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [cleaned(entry, clean) for entry in value]
-    return value

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from stagewright.bench.machine import observed, shared_gpu
 from stagewright.bench.predict import Capacity, local_capacity, predict_config
-from stagewright.bench.result import Outcome, Repeat, Row, measured_row, new_outcome, ratio_of
-from stagewright.bench.statistics import Interval
+from stagewright.bench.result import Outcome, Repeat, Row, measured_row, new_outcome
+from stagewright.bench.statistics import Interval, paired_ratio
 from stagewright.bench.suite import (
     Configuration,
     SuiteOptions,
@@ -294,5 +294,5 @@ def _speedup(row: Row, baseline: Row | None) -> Interval | None:
         ratio = row.rate.value / baseline.rate.value
         return Interval(ratio, ratio, ratio)
     count = min(len(row.repeats), len(baseline.repeats))
-    ours, theirs = (replace(side, repeats=side.repeats[:count]) for side in (row, baseline))
-    return ratio_of(ours, theirs).ratio
+    ours, theirs = ([repeat.rate for repeat in side.repeats[:count]] for side in (row, baseline))
+    return paired_ratio(ours, theirs)

@@ -8,7 +8,7 @@ of 1,000 series each (normal, skewed, heavy-tailed, disturbed): 83-88 % with 3 v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, median
@@ -70,33 +70,6 @@ def judge(ratio: Interval) -> Answer:
     if ratio.half_width > _KNOWN and ratio.low < _AS_FAST <= ratio.high:
         return Answer.UNKNOWN
     return Answer.NOT_SLOWER if ratio.value >= _AS_FAST else Answer.SLOWER
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What a ratio should be."""
-
-    text: str
-    is_met: Callable[[Interval], bool | None]  # None where the interval is too wide to say
-
-
-def at_most(limit: float) -> Goal:
-    return Goal(f"<= {limit:g}", lambda ratio: ratio.value <= limit)
-
-
-def at_least(limit: float, within: float | None = None) -> Goal:
-    """`within`: the half-width from which an interval on both sides of the limit does not tell; a point never does."""
-
-    def is_met(ratio: Interval) -> bool | None:
-        is_wide = within is not None and (ratio.half_width > within or ratio.low == ratio.high)
-        return None if is_wide and ratio.low <= limit <= ratio.high else ratio.value >= limit
-
-    return Goal(f">= {limit:g}" + (f" known to {within:g}" if within else ""), is_met)
-
-
-def not_slower() -> Goal:
-    """For a ratio of speeds."""
-    return Goal("not slower", lambda ratio: {Answer.NOT_SLOWER: True, Answer.SLOWER: False}.get(judge(ratio)))
 
 
 def median_interval(series: Sequence[float]) -> Interval:

@@ -12,7 +12,8 @@ from stagewright.bench import data
 from stagewright.bench.demo.page import demo_page, sentences, terminal_table, warnings
 from stagewright.bench.demo.run import run_demo as train_both
 from stagewright.bench.demo.run import simulated_win
-from stagewright.bench.pages import measure_and_show, require_none_failed
+from stagewright.bench.folder import measure_and_show, require_none_failed
+from stagewright.bench.pages import outcome_page, show
 from stagewright.bench.rows import append_rows
 from stagewright.bench.run import run_suite
 from stagewright.bench.suite import SuiteOptions, read_suite
@@ -48,6 +49,8 @@ def run(parsed: argparse.Namespace) -> None:
         parsed.suite,
         lambda runs, keep, progress: run_suite(parsed.suite, options, runs, progress, keep),
         command_of(parsed),
+        outcome_page,
+        show,
         runs=parsed.runs,
         anonymise=parsed.anonymise,
         as_json=parsed.json,
@@ -82,6 +85,8 @@ def run_data(parsed: argparse.Namespace) -> None:
         "data",
         lambda runs, keep, progress: data.measure(parsed.repeats, parsed.images, parsed.threads),
         f"stagewright data bench{''.join(words)}",
+        outcome_page,
+        show,
         as_json=parsed.json,
     )
 

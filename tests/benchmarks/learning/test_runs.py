@@ -14,7 +14,7 @@ from benchmarks.learning.findings import Study
 from benchmarks.learning.pages import describe_study, study_page
 from benchmarks.learning.runs import TrainedRun, earlier_runs, train_runs
 from benchmarks.learning.trials import StudyOptions, TrialRun, open_study, trial_runs_of
-from stagewright.bench.result import make_cleaner
+from stagewright.bench.anonymous import make_cleaner
 from stagewright.config.toml import make_config
 from stagewright.errors import RunFailed
 from stagewright.events import Evaluated, Step, encode

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.micro import checkpoint
+from benchmarks.outcome import Outcome
 from stagewright.bench.result import read_outcome
 
 
@@ -16,7 +17,7 @@ def test_reports_times_of_both_sides_and_sizes(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(checkpoint, "MODEL", "resnet8")
     main(["checkpoint", "--runs", str(tmp_path)])
     (folder,) = tmp_path.iterdir()
-    found = read_outcome(folder)
+    found = read_outcome(folder, Outcome)
     assert [row.name for row in found.rows][:2] == ["pause of training", "plain copy"] and found.unit == "ms"
     assert all(len(row.repeats) == 2 and min(repeat.rate for repeat in row.repeats) > 0 for row in found.rows)
     (ratio,) = found.ratios

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.micro.growth import SERIES, Shape, Used, counts, make_outcome, train, usage_of
-from stagewright.bench.pages import headlines
+from benchmarks.outcome import summary
 from stagewright.cluster.placement import parse_placement
 from stagewright.metrics import MIB, Span
 from stagewright.plan.make import make_plan
@@ -39,7 +39,7 @@ def test_the_last_of_a_series_is_compared_with_its_first() -> None:
     outcome = make_outcome(found)
     assert [ratio.is_met for ratio in outcome.ratios] == [False, None, None]
     assert outcome.ratios[0].ratio.value == pytest.approx(1.06)
-    assert "32 microbatches use 1.06 times as much memory as 4 microbatches" in next(headlines(outcome))
+    assert "32 microbatches use 1.06 times as much memory as 4 microbatches" in next(summary(outcome))
     assert "messages per microbatch: 1; sums per update: 0; 100 images/s" in outcome.rows[0].note
 
 

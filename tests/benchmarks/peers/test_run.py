@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 from benchmarks.__main__ import main
+from benchmarks.outcome import Outcome, new_outcome, outcome_page, show
 from benchmarks.peers.cases import SUITES
 from benchmarks.peers.run import with_case
 from stagewright.bench.compare import compare
 from stagewright.bench.demo.ranks import Segment
-from stagewright.bench.pages import outcome_page, show
-from stagewright.bench.result import Outcome, new_outcome, read_outcome
+from stagewright.bench.result import read_outcome
 from stagewright.report.page import Table
 
 pytestmark = pytest.mark.xdist_group("peers")  # which are trained once
@@ -29,7 +29,7 @@ def overhead(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_overhead_trains_both_sides_on_the_same_work(overhead: Path) -> None:
-    outcome = read_outcome(overhead)
+    outcome = read_outcome(overhead, Outcome)
     assert outcome.command.startswith("python -m benchmarks overhead --repeats 2 --steps 1") and outcome.is_whole
     ours, theirs = outcome.rows
     assert (ours.name, theirs.name, outcome.unit) == ("sync", "torch 1F1B", "microseconds/microbatch")
@@ -54,8 +54,9 @@ def made(name: str, seconds: dict[str, tuple[float, ...]]) -> Outcome:
     suite = SUITES[name]
     outcome = new_outcome(name, suite.title, 3, unit=suite.measure.unit)
     for case in suite.cases:
+        busy = ({"busy": 0.67}, {"busy": 0.5})
         timed = {
-            side: [Segment(one, 2.0, 0.0, 0.67, 0.92) for one in seconds.get(side.name, (1.0, 1.0 + 0.1 * number, 1.0))]
+            side: [Segment(one, 2.0, 0.0, 0.92, busy) for one in seconds.get(side.name, (1.0, 1.0 + 0.1 * number, 1.0))]
             for number, side in enumerate(case.sides)
         }
         outcome = with_case(outcome, suite.measure, case, timed, case.steps)

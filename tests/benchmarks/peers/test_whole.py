@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.outcome import new_outcome, summary
 from benchmarks.peers.cases import SUITES, only_cases
 from benchmarks.peers.whole import CommandPair, FilesPair, run_pair
-from stagewright.bench.pages import headlines
-from stagewright.bench.result import new_outcome
 from stagewright.data.datasets import open_records
 from stagewright.errors import RunFailed
 
@@ -62,7 +61,7 @@ def test_a_pair_compares_speeds_and_starts_turn_by_turn() -> None:
     pairs = [ours.rate / theirs.rate for ours, theirs in zip(*(row.repeats for row in outcome.rows[4:]), strict=True)]
     assert min(pairs) <= full.ratio.value <= max(pairs)
     assert "empty caches" in empty.group and "full caches" in full.group
-    speed, start, _ = headlines(outcome)
+    speed, start, _ = summary(outcome)
     assert "train is 0.99" in speed and "times as fast as plain script" in speed
     assert "train takes" in start and "times as long as plain script" in start
     sides = [line.rpartition(", ")[2] for line in said]

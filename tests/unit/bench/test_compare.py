@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from stagewright.bench.compare import Pair, compare_benches
-from stagewright.bench.result import Outcome, Repeat, Row, write_json
+from stagewright.bench.folder import write_json
+from stagewright.bench.result import Outcome, Repeat, Row
 from stagewright.bench.statistics import Interval, median_interval
 from stagewright.cli.main import main
 from tests.commands import prints_in_terminal

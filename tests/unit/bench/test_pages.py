@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from stagewright.bench.pages import outcome_page, show, summary
-from stagewright.bench.result import Outcome, PublishedRow, Repeat, Row, measured_row, new_outcome, ratio_of
+from stagewright.bench.result import Outcome, Repeat, Row, measured_row
 from stagewright.bench.run import with_speedups
-from stagewright.bench.statistics import Interval, at_most, not_slower
+from stagewright.bench.statistics import Interval
 from stagewright.report.markdown import as_markdown
 from stagewright.report.page import Bars
 
@@ -34,39 +34,11 @@ def test_terminal_tables_fit_80_columns(outcome: Outcome, folder: Path, capsys: 
     assert max(map(len, printed.splitlines())) <= 80 and "*: a repeat is an outlier" in printed
 
 
-def test_the_terminal_shows_rows_that_no_ratio_compares(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = tuple(measured_row("loader", f"{count} processes", [100.0 * count]) for count in (1, 2, 4))
-    outcome = new_outcome("data", "", 1, rows=rows, ratios=(ratio_of(rows[2], rows[1]),))
-    show(Console(width=80), outcome, Path("runs/x"))
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "4 processes / 2 processes 400 200 2.000" in lines and "1 processes 100" in lines
-
-
-def test_a_note_is_shown_once_and_not_slower_is_explained_where_it_is_a_goal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    rows = [measured_row("one", f"side {number}", [10.0, 11.0, 12.0], note=f"note {number}") for number in range(3)]
-    for goal, is_explained in ((at_most(1.05), False), (not_slower(), True), (None, False)):
-        ratios = (ratio_of(rows[2], rows[0], goal),)
-        outcome = new_outcome("growth", "", 3, unit="MiB", rows=tuple(rows), ratios=ratios)
-        show(Console(width=200), outcome, Path("x"))
-        printed = capsys.readouterr().out
-        assert [printed.count(f"note {number}") for number in range(3)] == [1, 1, 1]
-        assert "side 2 use 1.00 times as much memory as side 0" in printed
-        assert ("Not slower: a ratio" in as_markdown(outcome_page(outcome))) is is_explained
-
-
-def test_published_runs_are_shown_with_their_predictions(outcome: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
-    run = PublishedRow(
-        "OneFlow dev_ssp", "vgg16", "titan-v-8", "dp", "synthetic", "fp32", "224", 708.4, 727.8, (), (), ()
-    )
+def test_a_prediction_is_a_point(outcome: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
     point = Interval(100.0, 100.0, 100.0)
     rows = tuple(replace(row, kind="predicted", rate=point, speedup=point) for row in outcome.rows)
-    show(Console(width=80), replace(outcome, rows=rows, published=(run, replace(run, published=None))), Path("runs/x"))
-    printed = capsys.readouterr().out
-    lines = [" ".join(line.split()) for line in printed.splitlines() if line.startswith("OneFlow")]
-    assert lines == ["OneFlow dev_ssp, vgg16, dp 224, synthetic 728 708 -2.7%"]
-    assert "interval" not in printed, "a prediction is a point"
+    show(Console(width=80), replace(outcome, rows=rows), Path("runs/x"))
+    assert "interval" not in capsys.readouterr().out
 
 
 def test_a_group_of_token_runs_is_in_tokens_and_shows_its_metrics() -> None:

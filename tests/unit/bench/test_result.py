@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.bench import result
-from stagewright.bench.result import cleaned, from_json, make_cleaner
+from stagewright.bench import anonymous
+from stagewright.bench.anonymous import cleaned, make_cleaner
+from stagewright.bench.result import from_json
 
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    monkeypatch.setattr(result.socket, "gethostname", lambda: "atlas.lab.example")
-    monkeypatch.setattr(result.socket, "getfqdn", lambda: "atlas.lab.example")
-    monkeypatch.setattr(result.getpass, "getuser", lambda: "alice")
+    monkeypatch.setattr(anonymous.socket, "gethostname", lambda: "atlas.lab.example")
+    monkeypatch.setattr(anonymous.socket, "getfqdn", lambda: "atlas.lab.example")
+    monkeypatch.setattr(anonymous.getpass, "getuser", lambda: "alice")
     monkeypatch.setattr(Path, "home", lambda: Path("/home/alice"))
     return make_cleaner()
 
@@ -83,6 +84,6 @@ def test_reads_what_was_written_before_there_were_ratios_and_units() -> None:
     row |= {"repeats": [repeat], "rate": interval, "speedup": interval, "outliers": [], "reason": "", "cluster": None}
     old = {"suite": "quick", "title": "Quick", "command": "c", "date": "d", "repeats": 1, "steps": 2, "cores": 2}
     outcome = from_json(old | {"machine": {"processor": "p"}, "rows": [row], "published": []}, "old.json")
-    assert outcome.unit == "images/s" and outcome.ratios == () and outcome.figures == {}
+    assert outcome.unit == "images/s" and outcome.is_whole
     assert outcome.rows[0].repeats[0].times == (0.6, 0.5) and outcome.rows[0].label == "x, x"
     assert from_json(json.loads(json.dumps(asdict(outcome))), "again") == outcome

@@ -45,7 +45,7 @@ def test_a_benchmark_of_ours_is_named_whatever_its_options(name: str, capsys: py
 
 def test_a_request_becomes_a_shell_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    monkeypatch.setattr(bench, "measure_and_show", lambda name, measure, command, **_: taken.append(command))
+    monkeypatch.setattr(bench, "measure_and_show", lambda name, measure, command, *_, **__: taken.append(command))
     words = ["bench", "quick", "--only", "lag 1", "--data", "tar:/data/a b/*.tar", "--set", 'run.device="cuda"']
     with pytest.raises(TypeError):  # there is no outcome
         main([*words, "--repeats", "2", "--simulate", "--runs", str(tmp_path)])

@@ -14,7 +14,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,20 +53,9 @@ _SCRATCH = "stagewright-demo-"  # then the number of the process
 _RANKS = 2
 _TRAINING = 3072
 _PROFILED = (8, 32)  # samples of a microbatch; the last is what DDP runs at once
+_RUNNERS = {"stages": "stagewright.bench.demo.sides:Stagewright", "DDP": "stagewright.bench.demo.sides:Ddp"}
 _CLEAR = 1.1  # predicted ratio from which stages without lag are worth showing
 LINKS, BATCHES = ("net-1g", "net-10g", "net-25g"), (64, 256)  # of the table that says where stages stop winning
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One way to train the model, by a class of `sides`."""
-
-    name: str
-    runner: str
-
-
-_STAGES = Side("stages", "stagewright.bench.demo.sides:Stagewright")
-_DDP = Side("DDP", "stagewright.bench.demo.sides:Ddp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +150,8 @@ def run_demo(progress: Progress, length: Length | None = None, *, loopback: bool
         rates = f"DDP {theirs.images_per_second:,.0f}, {ours.plan.shape} stages {ours.images_per_second:,.0f}"
         progress(f"predicted images/s: {rates}; {length.total} steps of {BATCH} images each")
         sweep = predicted_ratios(profile, ours.plan.mode)
-        found = _train(machines, {_DDP: theirs, _STAGES: ours}, length, folder, progress)
-    return Demo(machines, why, length, found[_STAGES], found[_DDP], sweep)
+        found = _train(machines, {"DDP": theirs, "stages": ours}, length, folder, progress)
+    return Demo(machines, why, length, found["stages"], found["DDP"], sweep)
 
 
 # --- Predict ----------------------------------------------------------------------------------------------------------
@@ -248,28 +239,66 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _train(
-    machines: Machines, predictions: dict[Side, Prediction], length: Length, folder: Path, progress: Progress
-) -> dict[Side, Measured]:
+    machines: Machines, predictions: dict[str, Prediction], length: Length, folder: Path, progress: Progress
+) -> dict[str, Measured]:
+    """Train both sides in turns; after each turn the weights of a side are evaluated."""
     images, labels = draw_digits(_TRAINING, seed=0)
     save_file({"images": images, "labels": labels}, folder / "data.safetensors")
     held_out = draw_digits(HELD_OUT, seed=1)
     progress("starting two ranks of each side")
     with ExitStack() as stack:
-        sides = {}
-        for side, one in predictions.items():
-            job = _save_job(side, one.plan, machines, length.total, folder)
-            sides[side] = stack.enter_context(Ranks(side, job, folder / side.name, machines.places))
+        sides: dict[str, Ranks] = {}
+        for name, one in predictions.items():
+            job = _save_job(name, one.plan, machines, length.total, folder)
+            sides[name] = stack.enter_context(Ranks(name, _RUNNERS[name], job, folder / name, machines.places))
         for ranks in sides.values():
             ranks.wait_ready()
             ranks.train(length.warm)
-        logs = {side: _Log(machines, ranks, held_out, folder) for side, ranks in sides.items()}
-        for turn in range(1, length.turns + 1):
-            words = [f"{side.name} {log.take_turn(length.steps)}" for side, log in logs.items()]
-            progress(f"turn {turn} of {length.turns}: {', '.join(words)}")
-        return {side: log.measured(predictions[side], length) for side, log in logs.items()}
+        turns: dict[str, list[Turn]] = {name: [] for name in sides}
+        for number in range(1, length.turns + 1):
+            for name, ranks in sides.items():
+                turns[name].append(_take_turn(ranks, machines, length.steps, folder / name, held_out))
+            words = ", ".join(f"{name} {taken[-1]}" for name, taken in turns.items())
+            progress(f"turn {number} of {length.turns}: {words}")
+    return {name: _measured(name, one, turns[name], folder / name, machines) for name, one in predictions.items()}
 
 
-def _save_job(side: Side, plan: Plan, machines: Machines, steps: int, folder: Path) -> Path:
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a side did in one turn."""
+
+    segment: Segment
+    rate: float  # images per second
+    link_bytes: float  # of a step
+    accuracy: float
+
+    def __str__(self) -> str:
+        return f"{self.rate:,.0f} images/s, {self.accuracy:.1%}"
+
+
+def _take_turn(ranks: Ranks, machines: Machines, steps: int, folder: Path, held_out: tuple[Tensor, Tensor]) -> Turn:
+    """Train, time and evaluate a segment."""
+    before = bytes_passed(machines, ranks.first_process) or 0
+    segment = ranks.train(steps)
+    passed = (bytes_passed(machines, ranks.first_process) or 0) - before
+    ranks.call("save", str(folder))
+    return Turn(segment, steps * BATCH / segment.seconds, passed / steps, _accuracy(folder, held_out))
+
+
+def _measured(name: str, prediction: Prediction, turns: Sequence[Turn], folder: Path, machines: Machines) -> Measured:
+    return Measured(
+        name=name,
+        prediction=prediction,
+        rates=tuple(turn.rate for turn in turns),
+        seconds=tuple(accumulate(turn.segment.seconds for turn in turns)),
+        accuracies=tuple(turn.accuracy for turn in turns),
+        link_bytes=None if machines.link is None else fmean(turn.link_bytes for turn in turns),
+        timeline=_last_turn(_read_spans(folder), turns[-1].segment.seconds),
+        others=fmean(turn.segment.others for turn in turns),
+    )
+
+
+def _save_job(name: str, plan: Plan, machines: Machines, steps: int, folder: Path) -> Path:
     staged = {
         "cut": ",".join(plan.cuts),
         **({"versions": ",".join(str(stage.versions) for stage in plan.stages)} if plan.mode is Mode.STALE else {}),
@@ -300,48 +329,8 @@ def _save_job(side: Side, plan: Plan, machines: Machines, steps: int, folder: Pa
             }
         )
     ).job
-    job.save(folder / f"{side.name}.json")
-    return folder / f"{side.name}.json"
-
-
-class _Log:
-    """The turns of one side."""
-
-    def __init__(self, machines: Machines, ranks: Ranks, held_out: tuple[Tensor, Tensor], folder: Path) -> None:
-        self._machines, self._ranks, self._held_out = machines, ranks, held_out
-        self._folder = folder / f"{ranks.side.name}-weights"
-        self._folder.mkdir()
-        self._segments: list[Segment] = []
-        self._accuracies: list[float] = []
-        self._bytes = 0
-        self._timeline = Timeline(())
-
-    def take_turn(self, steps: int) -> str:
-        """Train, time and evaluate a segment; the words for it."""
-        before = self._passed()
-        self._segments.append(self._ranks.train(steps))
-        self._bytes += self._passed() - before
-        self._ranks.save(self._folder)
-        self._accuracies.append(_accuracy(self._folder, self._held_out))
-        seconds = self._segments[-1].seconds
-        return f"{steps * BATCH / seconds:,.0f} images/s, {self._accuracies[-1]:.1%}"
-
-    def _passed(self) -> int:
-        return bytes_passed(self._machines, self._ranks.processes()[0]) or 0
-
-    def measured(self, prediction: Prediction, length: Length) -> Measured:
-        times = [segment.seconds for segment in self._segments]
-        known = self._machines.link is not None
-        return Measured(
-            name=self._ranks.side.name,
-            prediction=prediction,
-            rates=tuple(length.steps * BATCH / seconds for seconds in times),
-            seconds=tuple(sum(times[: number + 1]) for number in range(len(times))),
-            accuracies=tuple(self._accuracies),
-            link_bytes=self._bytes / (length.turns * length.steps) if known else None,
-            timeline=_last_turn(_read_spans(self._folder), times[-1]),
-            others=sum(segment.others for segment in self._segments) / len(times),
-        )
+    job.save(folder / f"{name}.json")
+    return folder / f"{name}.json"
 
 
 def _accuracy(folder: Path, held_out: tuple[Tensor, Tensor]) -> float:

@@ -1,0 +1,122 @@
+"""A bench's folder: bench.json, report.md, report.html and, of benches that train runs, logs.zip."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from stagewright.bench.anonymous import Clean, anonymous, make_cleaner
+from stagewright.bench.result import FILE, Found, Outcome
+from stagewright.errors import Interrupted, UserError, counted
+from stagewright.report.live.progress import ProgressLine
+from stagewright.report.live.terminal import open_console
+from stagewright.report.page import Page
+from stagewright.run.folder import new_folder
+from stagewright.run.report import write_page
+
+LOGS = "logs.zip"
+_NO_LOGS = {"checkpoints", ".lock", "ranks", "report.html"}  # left out of the zip
+
+
+@contextmanager
+def bench_folder(name: str, runs: str, clean: Clean) -> Iterator[Path]:
+    """A new folder for a bench. However the bench ends, the logs of its runs are zipped; an empty folder goes."""
+    folder = new_folder(runs, f"bench-{Path(name).stem}")
+    try:
+        yield folder
+    finally:
+        _zip_logs(folder / "runs", folder, clean)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _zip_logs(runs: Path, folder: Path, clean: Clean) -> None:
+    """Move what the runs left into logs.zip, every text and name through `clean`; runs go once the zip is complete."""
+    if not runs.is_dir():
+        return
+    draft = folder / f"{LOGS}.draft"
+    with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
+        for path in sorted(path for path in runs.rglob("*") if path.is_file()):
+            name = path.relative_to(runs)
+            if not _NO_LOGS & set(name.parts):
+                file.writestr(clean(str(name)), clean(path.read_text(errors="replace")))
+    draft.replace(folder / LOGS)
+    shutil.rmtree(runs)
+
+
+def run_to_folder(
+    name: str,
+    runs: str,
+    command: str,
+    measure: Callable[[Path, Callable[[Found], None]], Found],
+    page: Callable[[Found], Page],
+    *,
+    anonymise: bool = False,
+) -> tuple[Found, Path]:
+    """Run a bench; returns its outcome and its folder.
+
+    `measure` is given a folder for its runs and a function to keep what it has, which writes bench.json and the
+    reports: an interrupted bench leaves what it had.
+    """
+    clean: Clean = make_cleaner() if anonymise else str
+    latest: list[Found] = []
+    with bench_folder(name, runs, clean) as folder:
+
+        def keep(outcome: Found) -> None:
+            outcome = replace(outcome, command=command)
+            latest[:] = [anonymous(outcome, clean) if anonymise else outcome]
+            write_json(asdict(latest[0]), folder / FILE)
+            write_page(page(latest[0]), folder / "report.html")
+
+        try:
+            keep(measure(folder / "runs", keep))
+        except KeyboardInterrupt as error:
+            done = sum(len(row.repeats) for row in latest[0].rows) if latest else 0
+            kept = f"what was measured is in {folder}" if latest else "nothing was measured"
+            raise Interrupted(f"after {counted(done, 'run')}", kept) from error
+    return latest[0], folder
+
+
+def measure_and_show(
+    name: str,
+    measure: Callable[[Path, Callable[[Found], None], ProgressLine], Found],
+    command: str,
+    page: Callable[[Found], Page],
+    show: Callable[[Console, Found, Path], None],
+    *,
+    runs: str = "runs",
+    anonymise: bool = False,
+    as_json: bool,
+) -> tuple[Found, Path]:
+    """Measure into a folder, and print the tables or one JSON object."""
+    with ProgressLine(name, patience=0) as progress:
+        outcome, folder = run_to_folder(
+            name, runs, command, lambda logs, keep: measure(logs, keep, progress), page, anonymise=anonymise
+        )
+    if as_json:
+        print(json.dumps(asdict(outcome) | {"folder": str(folder)}))
+    else:
+        show(open_console(), outcome, folder)
+    return outcome, folder
+
+
+def write_json(tables: Any, path: Path) -> None:
+    """Write a file that is never half of one."""
+    draft = path.with_name(f"{path.name}.draft")
+    draft.write_text(json.dumps(tables, indent=1))
+    draft.replace(path)
+
+
+def require_none_failed(outcome: Outcome, folder: Path) -> None:
+    """An error that names the first configuration that failed."""
+    if failed := [row for row in outcome.rows if row.kind == "failed"]:
+        first, count = failed[0], f"{len(failed)} of {len(outcome.rows)} configurations"
+        raise UserError(f"{count} failed, first {first.group}, {first.label}: {first.reason}; the rest is in {folder}")
