@@ -30,7 +30,7 @@ from stagewright.runtime.comm.message import Message, MessageFormat
 from stagewright.runtime.comm.transport import Alone, Collective, Done, Pending, Transport
 from stagewright.runtime.job import Job
 from stagewright.runtime.precision import precision_of
-from stagewright.runtime.process.assemble import open_pieces
+from stagewright.runtime.process.assemble import open_model, open_pieces
 from stagewright.runtime.process.torch_flags import set_flags
 
 _CPU = torch.device("cpu")
@@ -125,7 +125,7 @@ class OneFOneB(_OnDevice):
         dist.init_process_group("gloo", store=open_store(meeting, world), rank=rank, world_size=world)
         self._inputs, self._labels = batches(job)
         self._is_first, self._is_last = rank == 0, rank == world - 1
-        module = as_sequential(open_pieces(job.config, job.plan.cuts, job.training.inputs)[rank])
+        module = as_sequential(open_pieces(job)[rank])
         values = [self._inputs[0, : job.plan.samples], *_boundaries(job)]
         stage = PipelineStage(module, rank, world, _CPU, input_args=values[rank], output_args=values[rank + 1])
         self._schedule = Schedule1F1B(stage, job.plan.microbatches, nn.functional.cross_entropy)
@@ -155,9 +155,9 @@ class Plain(_OnDevice):
         set_flags(job.config)
         device = open_device(job.config.run.device, 0, share=True).device
         self._inputs, self._labels = static_batch(job, device)
-        (piece,) = open_pieces(job.config, (), device=device)
-        self._optimizer = fused_optimizer(job, piece.training)
-        self._model = torch.compile(piece.training, dynamic=False) if job.config.run.compile else piece.training
+        model = open_model(job.config, device)
+        self._optimizer = fused_optimizer(job, model)
+        self._model = torch.compile(model, dynamic=False) if job.config.run.compile else model
         self._scaler = torch.amp.GradScaler(device.type, enabled=self._precision.is_scaled)
 
     def train(self, first: int, steps: int) -> None:

@@ -75,7 +75,7 @@ def dry_run(
 def evaluation_of(job: Job, val: Source, measure: Measure) -> Evaluation:
     """What an evaluation of a script's job computes on some data."""
     inputs, names, samples = job.training.inputs, job.training.names, job.plan.samples
-    pieces = open_pieces(job.config, job.plan.cuts, inputs, names, way=job.way)
+    pieces = open_pieces(job)
     binding = Binding(tuple(value.name for value in inputs), names)
     few = binding.given({value.name: value.empty() for value in inputs})
     given = _validation(job.config, binding, val, few, samples)

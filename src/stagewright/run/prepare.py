@@ -64,8 +64,9 @@ class Prepared:
     """A job in a folder that exists, and the speed that its profile predicts, if it has one."""
 
     job: Job
-    prediction: Prediction | None
+    prediction: Prediction | None = None
     interval: Interval | None = None  # of the predicted speed, where it was measured here
+    chain: Chain | None = None  # the model, for ranks of this process
 
 
 def prepare(
@@ -78,9 +79,10 @@ def prepare(
     opening = replace(given, launch=launch) if isinstance(given, Opening) else open_run(given, voice, launch)
     auto = _auto_plan(opening, voice) if is_open(opening.config) else None
     if auto is None:
-        job = _tried(opening, voice)
+        made = _tried(opening, voice)
     else:
-        job, auto = _tried_auto(opening, auto, voice)
+        made, auto = _tried_auto(opening, auto, voice)
+    job = made.job
     _tell_workers(voice, job.config, job.plan)
     if auto is None or auto.prediction is None:
         prediction, interval = predict_job(job.config, job.plan), None  # reports an unsuitable profile before a folder
@@ -93,7 +95,8 @@ def prepare(
         model = Path(job.config.model.name.rpartition(":")[2]).name  # hf: may have a path
         folder = new_folder(job.config.run.runs, f"{model}-{job.plan.mode}-{job.plan.shape}")
     export = None if job.export is None else job.config.run.export or str(folder / WEIGHTS_FILE)
-    return Prepared(replace(job, folder=str(folder), export=export), prediction, interval)
+    job = replace(job, folder=str(folder), export=export)
+    return replace(made, job=job, prediction=prediction, interval=interval)
 
 
 def explained(config: Config, voice: Voice) -> AutoPlan:
@@ -135,21 +138,21 @@ def _auto_plan(opening: Opening, voice: Voice, *, always: bool = False) -> AutoP
     return find_plan(opening.config, chain.example.form, units, opening.steps, voice.note, always=always)
 
 
-def _tried_auto(opening: Opening, auto: AutoPlan, voice: Voice) -> tuple[Job, AutoPlan]:
+def _tried_auto(opening: Opening, auto: AutoPlan, voice: Voice) -> tuple[Prepared, AutoPlan]:
     """The job by the chosen plan; where that can't be trained, by that of one device."""
     warnings: list[str] = []
     held = replace(voice, warn=warnings.append)  # of a plan that is given up nothing is said
     try:
-        job = _tried(_by(opening, auto), held)
+        made = _tried(_by(opening, auto), held)
     except UserError as error:
         if auto.plan.world == 1:
             raise
         warnings.clear()
         auto = one_device(opening.config, f"several ranks can't train it: {first_line(error, 200)}")
-        job = _tried(_by(opening, auto), held)
+        made = _tried(_by(opening, auto), held)
     for warning in warnings:
         voice.warn(warning)
-    return job, _told(auto, voice)
+    return made, _told(auto, voice)
 
 
 def _by(opening: Opening, auto: AutoPlan) -> Opening:
@@ -175,7 +178,7 @@ def _tell_workers(voice: Voice, config: Config, plan: Plan) -> None:
 # --- Plan and try -----------------------------------------------------------------------------------------------------
 
 
-def _tried(opening: Opening, voice: Voice) -> Job:
+def _tried(opening: Opening, voice: Voice) -> Prepared:
     """The job of an opening but for its folder: planned and proven, and its stages run once."""
     voice.progress("making the plan and proving its cut")
     launch = opening.launch
@@ -230,7 +233,8 @@ def _tried(opening: Opening, voice: Voice) -> Job:
         per_sample=per_sample,
         is_scripted=launch.is_scripted,
     )
-    return job if opening.resume is None else opening.resume.apply(job, facts, chain.model, voice)
+    job = job if opening.resume is None else opening.resume.apply(job, facts, chain.model, voice)
+    return Prepared(job, chain=chain)
 
 
 def _proven(opening: Opening, cluster: Cluster, voice: Voice, chain: Chain) -> tuple[Opening, Plan, Proof | None]:

@@ -103,7 +103,8 @@ class Local:
             given = replace(given, run=replace(given.run, threads=torch.get_num_threads()))  # emulated: as real ranks
         self._stack, console = ExitStack(), _Quiet(stderr=True)
         voice = Voice(lambda warning: say(console, f"warning: {warning}"))
-        self.job = self._stack.enter_context(begun(given, voice, Launch(is_scripted=True))).job
+        made = self._stack.enter_context(begun(given, voice, Launch(is_scripted=True)))
+        self.job, self._chain = made.job, made.chain
         self.history = read_history(self.job)
         say(console, *headline(self.job))
         self._host: Host = self._stack.enter_context(hosted(self.job, voice, Console(quiet=True)))
@@ -118,7 +119,7 @@ class Local:
         torch.set_num_threads(job.config.run.threads or 1)
         keep_freed_memory()
         script = replace(script, keeps_model=job.plan.world == 1)
-        self._session = Emulation(job, ledger.handle, ledger.settled, script=script)
+        self._session = Emulation(job, ledger.handle, ledger.settled, script=script, chain=self._chain)
         return self._session
 
     def call(self, what: str, where: str, contents: str = "") -> None:

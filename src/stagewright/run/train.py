@@ -213,7 +213,7 @@ def _run(given: Config | Opening, asked: _Asked, site: Site | None, group: Exter
             unit = job.throughput_unit
             asked.say(f"predicted: {format_rate(unit.of(predicted))} {unit.rate}")
         with hosted(job, voice, asked.console, predicted, asked.callbacks, asked.progress) as host:
-            host.exported = _execute(job, host, site or group, asked)
+            host.exported = _execute(made, host, site or group, asked)
         assert host.result is not None
         return host.result
 
@@ -411,13 +411,13 @@ def _silent_result(job: Job, **where: Any) -> Result:
     return Result(Path(job.folder), job.plan, (), (), summary, None)
 
 
-def _execute(job: Job, host: Host, site: Site | ExternalGroup | None, asked: _Asked) -> Path | None:
+def _execute(made: Prepared, host: Host, site: Site | ExternalGroup | None, asked: _Asked) -> Path | None:
     """Run the ranks of this machine; return the file of exported weights, if the options ask for one."""
-    ledger = host.ledger
+    job, ledger = made.job, host.ledger
     if job.config.run.emulate:
         with preserved_state([0] if job.config.run.device == "cuda" else []):
             torch.set_num_threads(job.config.run.threads or 1)
-            emulation = Emulation(job, ledger.handle, ledger.settled, ledger.wants_stop)
+            emulation = Emulation(job, ledger.handle, ledger.settled, ledger.wants_stop, chain=made.chain)
             with stop_on_signal(emulation.pauses.stop):
                 emulation.run()
             return None if emulation.is_stopped else _export(job, list(emulation.states().values()))

@@ -169,7 +169,7 @@ def test_the_report_names_the_checkpoint_that_a_run_resumed_from(half: Path, tmp
 
 def test_a_resumed_run_is_unfinished_until_it_ends_again(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (half / "summary.json").exists()
-    monkeypatch.setattr("stagewright.run.train.Emulation", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("stagewright.run.train.Emulation", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         stagewright.train(resume=str(half), export=str(half / "w.safetensors"))
     assert not (half / "summary.json").exists() and "not finished" in summary_of(half)[0]

@@ -26,7 +26,7 @@ from stagewright.runtime.comm.nccl import open_network
 from stagewright.runtime.comm.transport import Place
 from stagewright.runtime.job import Job
 from stagewright.runtime.precision import precision_of
-from stagewright.runtime.process.assemble import assemble, open_data, open_pieces
+from stagewright.runtime.process.assemble import assemble, open_data, open_model
 from stagewright.runtime.process.rank import wait_for
 from stagewright.runtime.process.session import Session
 from stagewright.runtime.process.torch_flags import keep_freed_memory, set_flags
@@ -57,8 +57,8 @@ class Ddp(Runner):
         device = open_device(job.config.run.device, rank, share=True).device
         dist.init_process_group("gloo", store=open_store(meeting, world), rank=rank, world_size=world)
         self._inputs, self._labels = self.samples(job, rank, device)
-        (piece,) = open_pieces(job.config, (), device=device)
-        self._module = DistributedDataParallel(piece.training, gradient_as_bucket_view=True)
+        model = open_model(job.config, device)
+        self._module = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self._optimizer = fused_optimizer(job, self._module)
         is_cosine = job.config.schedule.kind == "cosine"
         self._rates = CosineAnnealingLR(self._optimizer, job.batches) if is_cosine else None
@@ -66,7 +66,7 @@ class Ddp(Runner):
         self._moments: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=_STEPS_KEPT)
         self._computed = 0.0  # when backward had the last gradient: sums may still be under way
         if device.type == "cpu":
-            first = next(piece.training.parameters())
+            first = next(model.parameters())
             first.register_post_accumulate_grad_hook(self._note_computed)  # type: ignore[no-untyped-call]
 
     def samples(self, job: Job, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:

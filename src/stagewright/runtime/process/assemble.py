@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,12 +21,12 @@ from stagewright.data.pool import Decode, LoaderOptions
 from stagewright.data.sources import ImageOptions, ImageSource, Source, open_source
 from stagewright.events import Emit, Replaced, Skipped
 from stagewright.model.call import Inputs
-from stagewright.model.chain import Chain, Way
+from stagewright.model.chain import Chain
 from stagewright.model.load import build_model, convert, find_entry, is_ours, make_deterministic
 from stagewright.model.loss import TARGETS, Loss
 from stagewright.model.networks.weights import freeze, load_weights, require_same
 from stagewright.model.pieces import Piece, whole_piece
-from stagewright.model.probe import Probe, Value
+from stagewright.model.probe import Probe
 from stagewright.objects import is_given, load_callable, load_object
 from stagewright.plan.plan import Plan, Stage
 from stagewright.runtime.comm.boundary import Exchange, FormatOptions
@@ -130,29 +131,30 @@ def open_model(
 
 
 def open_pieces(
-    config: Config,
-    cuts: tuple[str, ...],
-    inputs: Sequence[Value] = (),
-    names: tuple[str, ...] = (),
-    device: torch.device | None = None,
-    way: Way | None = None,
-    *,
-    keeps_model: bool = False,
-    init: str | None = None,
+    job: Job, device: torch.device | None = None, *, keeps_model: bool = False, init: str | None = None
 ) -> tuple[Piece, ...]:
-    """The model's pieces with their first weights; it is traced on samples like the given inputs, the last by name.
+    """The pieces of a job's model with their first weights; it is traced on samples like those that it takes.
 
     `keeps_model`: the only piece of an uncut model is the script's own object, not a copy.
     """
+    config, cuts, names = job.config, job.plan.cuts, job.training.names
     model = open_model(config, device, keeps_model=keeps_model and not cuts, init=init)
-    example = Inputs(tuple(value.empty() for value in inputs), names)
+    example = Inputs(tuple(value.empty() for value in job.training.inputs), names)
     if not cuts:
         return (whole_piece(model, example.parameters_of(model), names),)
-    precision = precision_of(config)
+    context, build = precision_of(config).forward_context, partial(open_model, config, device)
     kind = "cpu" if device is None else device.type
-    build = partial(open_model, config, device)
-    chain = Chain(model, example, context=precision.forward_context, device=kind, way=way, build=build)
-    return chain.cut(cuts)
+    return Chain(model, example, context=context, device=kind, way=job.way, build=build).cut(cuts)
+
+
+def copied_model(chain: Chain) -> nn.Module | None:
+    """A copy of the author's model; None where it can't be copied, or analysing it has changed it."""
+    if chain.leaks:
+        return None
+    try:
+        return copy.deepcopy(chain.model).train()
+    except Exception:  # the author's code, or an attribute without a copy
+        return None
 
 
 def has_channels_last(config: Config, model: nn.Module) -> bool:
@@ -169,16 +171,22 @@ def assemble(
     recorder: Recorder | None = None,
     device: Device | None = None,
     script: ScriptParts | None = None,
+    chain: Chain | None = None,
 ) -> Worker:
-    """One rank's worker, connected and ready to run; of a script's own loop, without loaders."""
+    """One rank's worker, connected and ready to run; of a script's own loop, without loaders.
+
+    `chain`: the model of a run on the CPU as this process has opened it; of other ranks too, so each gets a copy.
+    """
     plan, config = job.plan, job.config
     device = device or Cpu()
     keeps = script is not None and script.keeps_model
     init = config.model.init if job.start == 0 else None  # a checkpoint has all weights
     if init is not None and job.weights is not None:
         require_same(init, job.weights.digest)
-    inputs, names = job.training.inputs, job.training.names
-    pieces = open_pieces(config, plan.cuts, inputs, names, device.device, job.way, keeps_model=keeps, init=init)
+    if chain is not None and not keeps and device.device.type == "cpu" and (model := copied_model(chain)) is not None:
+        pieces = chain.on(model, partial(open_model, config)).cut(plan.cuts)
+    else:
+        pieces = open_pieces(job, device.device, keeps_model=keeps, init=init)
     exchanges = _connect(plan, rank, network)
     collectives = {
         stage.index: network.collective(f"reduce/{stage.index}", stage.ranks) for stage in plan.stages_of(rank)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from stagewright.errors import RunFailed, UserError
 from stagewright.events import Emit, Stopped
+from stagewright.model.chain import Chain
 from stagewright.runtime.checkpoint.folder import open_checkpoint
 from stagewright.runtime.checkpoint.load import restore
 from stagewright.runtime.checkpoint.pauses import EmulatedPauses
@@ -32,12 +33,14 @@ class Emulation(Session):
         settled: Callable[[], int] = lambda: NEVER,
         wants_stop: Callable[[], bool] = lambda: False,
         script: ScriptParts | None = None,
+        chain: Chain | None = None,
     ) -> None:
+        """`chain`: the model as it was opened, which is then neither built nor recorded again."""
         memory, run = Memory(), job.config.run
         device = open_device(run.device, 0 if run.emulate else job.plan.devices[0].index, share=True)
         set_flags(job.config)
         workers = [
-            assemble(job, rank, MemoryNetwork(memory, rank, device), emit, _CurrentAction(), device, script)
+            assemble(job, rank, MemoryNetwork(memory, rank, device), emit, _CurrentAction(), device, script, chain)
             for rank in range(job.plan.world)
         ]
         self.pauses = EmulatedPauses(job.plan, job.config.checkpoint.minutes, wants_stop)
