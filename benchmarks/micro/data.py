@@ -74,12 +74,12 @@ def measure(
 
 def _index_load(records: int) -> float:
     """Seconds to load an index with names from a file that was just written."""
-    builder = IndexBuilder()
+    builder = IndexBuilder(Path())
     for number in range(records):
         builder.add(0, number, 110_000, number % 1000, f"n{number % 1000:08}/n{number % 1000:08}_{number}.JPEG")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "index"
-        save_index(path, builder.build(Path(folder), (), ()))
+        save_index(path, builder.build())
         began = time.perf_counter()
         index = load_index(path, Path(folder))
         seconds = time.perf_counter() - began

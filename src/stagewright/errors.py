@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is, or what this user may use of it
@@ -55,6 +55,11 @@ def nearest(name: str, known: Iterable[str], least: float = 0.6) -> str | None:
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """A number with its noun: 1 step, 3 steps, 2 batches (with the plural `es`)."""
     return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def either_of(names: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

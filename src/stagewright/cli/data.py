@@ -13,12 +13,11 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from stagewright.config.sources import SourceOptions
 from stagewright.data.convert import Shrink, convert
-from stagewright.data.datasets import Kind, open_records
-from stagewright.data.formats.records import Records
+from stagewright.data.datasets import Kind, open_listed, open_records
 from stagewright.data.formats.text import convert_text, open_tokenizer
-from stagewright.data.segmentation import open_segmentation
-from stagewright.data.sources import ImageOptions, with_transforms
+from stagewright.data.sources import with_transforms
 from stagewright.data.survey import Survey, draw_sheet, survey
 from stagewright.errors import UserError, counted
 from stagewright.metrics import MIB
@@ -36,7 +35,8 @@ def run_inspect(parsed: argparse.Namespace) -> None:
     with _progress("decoding") as update:
         found = survey(records, parsed.most, update)
     side = parsed.image or (32 if 0 < found.heights.high <= 64 else 224)
-    source = with_transforms(records, side, ImageOptions(parsed.crop, jitter=parsed.jitter, cutout=parsed.cutout))
+    options = SourceOptions(side, parsed.crop, jitter=parsed.jitter, cutout=parsed.cutout)
+    source = with_transforms(records, options)
     sheet = parsed.sheet if len(found.bad) < found.looked_at else None
     if sheet is not None:
         draw_sheet(source, parsed.seed, Path(sheet))
@@ -71,7 +71,7 @@ def run_index(parsed: argparse.Namespace) -> None:
     kind, _, where = parsed.path.partition(":")
     with _progress("indexing") as update:
         if kind == "segmentation":
-            records: Records = open_segmentation(where, parsed.class_names, update)
+            records = open_listed(kind, where, parsed.class_names, progress=update)
         else:
             records = open_records(parsed.path, parsed.class_names, progress=update)
     seconds = time.perf_counter() - began

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stagewright.config.sections import AUTO, Config, PlanConfig
+from stagewright.config.sources import knows_classes
 from stagewright.errors import UserError, counted
 from stagewright.voice import SILENT, Voice
 
-COUNTED = ("folder", "tar", "ofrecord", "table", "tensors", "segmentation")  # data that knows all its classes
 _MOST_EVALUATIONS = 10**6
 
 
@@ -93,7 +93,7 @@ class Facts:
     @property
     def has_few_classes(self) -> bool:
         """Whether the training data knows all its classes, and the model has outputs for more."""
-        is_known = self.data == self.config.data.source and self.data.partition(":")[0] in COUNTED
+        is_known = self.data == self.config.data.source and knows_classes(self.data)
         return is_known and self.loss == "cross-entropy" and 1 < self.classes < (self.outputs or 0)
 
     @property

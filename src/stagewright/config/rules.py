@@ -7,17 +7,16 @@ What depends on a plan, on files or on the machine is checked where those are kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from stagewright.config.optimizers import OPTIMIZERS, Extrapolation, takers
-from stagewright.errors import UserError
+from stagewright.config.sources import KINDS, OPTIONS_OF_KINDS, kind_of
+from stagewright.errors import UserError, either_of
 
 Values = Mapping[str, Any]  # of all options of a command, by flag; a condition on an option that it lacks holds
 
-_CLASSES = ("folder", "tar", "ofrecord", "segmentation")  # data of images that may have class names
-_IMAGES = (*_CLASSES, "table")
 LOSS_OPTIONS = {  # the built-in losses that each option of a loss changes
     "--label-smoothing": ("cross-entropy", "next-token", "soft"),
     "--ignore-index": ("cross-entropy", "next-token", "binary"),
@@ -114,15 +113,11 @@ def _shown(flag: str, value: Any) -> str:
 # --- Conditions -------------------------------------------------------------------------------------------------------
 
 
-def _either_of(names: Sequence[str]) -> str:
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
-
 def _is(flag: str, *accepted: str) -> Condition:
     """An option has one of these values, or is left to its default."""
     return Condition(
         lambda values: not is_set(values.get(flag)) or any(part in accepted for part in _parts(values[flag])),
-        lambda values: f"with {_shown(flag, values[flag])}; it needs {flag} {_either_of(accepted)}",
+        lambda values: f"with {_shown(flag, values[flag])}; it needs {flag} {either_of(accepted)}",
     )
 
 
@@ -158,14 +153,13 @@ def _group_above_zero(name: str) -> Condition:
     )
 
 
-def _data(what: str, *kinds: str) -> Condition:
-    """The training or the evaluation data is of one of these kinds."""
+def _data(flag: str) -> Condition:
+    """The training or the evaluation data is of a kind for which this option changes something."""
+    kinds = [kind for kind in KINDS.values() if flag in kind.options]
+    needed, names = either_of([kind.shown for kind in kinds]), ("--data", "--val")
     return Condition(
-        lambda values: (
-            "--data" not in values
-            or any((values.get(flag) or "").partition(":")[0] in kinds for flag in ("--data", "--val"))
-        ),
-        lambda values: f"with --data {values['--data']}; it needs {what}",
+        lambda values: "--data" not in values or any(kind_of(values.get(name)) in kinds for name in names),
+        lambda values: f"with --data {values['--data']}; it needs --data {needed}",
     )
 
 
@@ -239,26 +233,18 @@ _MOVES_ON = Condition(
 )
 _DECAYS = _either(_above_zero("--weight-decay"), _group_above_zero("weight_decay"))
 _ONE_CYCLE = _is("--lr-schedule", "one-cycle")
-_IMAGE_DATA = _data("encoded images (folder:, tar:, ofrecord:, segmentation: or table:)", *_IMAGES)
-_CLASS_DATA = _data("images with classes (folder:, tar:, ofrecord: or segmentation:)", *_CLASSES)
 _NO_MASKS = _no_data("segmentation", "use --decode cpu, which draws masks too")
+_NO_CHANGE = {"--workers": 0, "--normalize": "auto", "--jitter": 0, "--cutout": 0, "--decode": "cpu"}
 _OF_PLAN_FILE = ("--placement", "--shares", "--cut", "--mode", "--staleness", "--versions", "--depths", "--policy")
 
 RULES: tuple[Rule, ...] = (
     # Model
     *_unused(_without("--resume"), "--init"),
     # Data
-    *_unused(_data("--data synthetic", "synthetic"), "--samples", "--learnable"),
-    *_unused(_data("--data tokens:FILE", "tokens"), "--context"),
-    *_unused(_data("encoded images or --data python:MODULE:DATASET", *_IMAGES, "python"), "--workers", off=0),
+    *(Rule(flag, _data(flag), off=_NO_CHANGE.get(flag, False)) for flag in OPTIONS_OF_KINDS),
     *_unused(_is("--decode", "cpu"), "--workers", off=0),
     *_unused(_zero("--workers"), "--loader-threads"),
-    *_unused(_CLASS_DATA, "--class-names"),
     *_unused(_with("--data"), "--inputs", commands=("inspect",)),
-    *_unused(_IMAGE_DATA, "--crop", "--loader-threads", "--ahead", "--max-bad"),
-    *_unused(_IMAGE_DATA, "--normalize", off="auto"),
-    *_unused(_IMAGE_DATA, "--jitter", "--cutout", off=0),
-    *_unused(_IMAGE_DATA, "--decode", off="cpu"),
     *_unused(_is("--decode", "cpu", "gpu"), "--ahead"),
     Rule("--decode", _CUDA, ("gpu",)),
     Rule("--decode", _zero("--jitter"), ("once",)),

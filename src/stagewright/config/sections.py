@@ -13,7 +13,8 @@ from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from stagewright.config.optimizers import OPTIMIZERS, titles
-from stagewright.errors import UserError
+from stagewright.config.sources import KINDS
+from stagewright.errors import UserError, either_of
 
 _YEAR = 365 * 86400.0  # seconds
 _MOST_THREADS = 1024
@@ -96,8 +97,7 @@ class DataConfig(Section):
     source: str = option(
         "synthetic",
         "--data",
-        "synthetic, folder:DIR, tar:GLOB, ofrecord:DIR, segmentation:DIR, table:FILE, tensors:FILE, tokens:FILE or "
-        "python:package.module:dataset",
+        either_of([kind.shown for kind in KINDS.values()]),
         "SOURCE",
     )
     val: str | None = option(

@@ -1,83 +1,96 @@
-"""Opens the data set that `--data` names: lists its files, reads its class names, and finds or builds its index.
-
-Folders of images are scanned here: one subfolder per class, numbered in sorted order, with files at any depth below.
-Tar shards and OFRecord parts are scanned by `tar` and `ofrecord`.
-"""
+"""Opens the images that `--data` names: lists their files, reads class names, and finds or builds their index."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 
-from stagewright.data.formats.index import (
-    MOST_CLASSES,
-    Index,
-    IndexBuilder,
-    Progress,
-    Watched,
-    cached_index,
-    fingerprint,
-)
+from stagewright.data.formats.folders import list_classes, scan_folder
+from stagewright.data.formats.index import MOST_CLASSES, Index, Progress, cached_index
 from stagewright.data.formats.ofrecord import list_parts, scan_parts
-from stagewright.data.formats.records import (
-    BadRecordError,
-    DataError,
-    FileRecords,
-    Limited,
-    PartRecords,
-    Records,
-    require_limit,
-)
+from stagewright.data.formats.records import DataError, FileRecords, Limited, PartRecords, Records, fingerprint
 from stagewright.data.formats.tar import list_shards, scan_shards
-from stagewright.errors import counted
+from stagewright.data.segmentation import PairRecords, list_pairs, scan_pairs
 from stagewright.files import read_regular
 
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_MOST_VISITS = 32  # of one folder below one class: links may lead to each other in more ways than can be walked
 CLASS_NAMES = "classes.txt"  # beside the data: one name per line, in label order
 
 
 class Kind(StrEnum):
-    """How images are stored."""
+    """How images with a class each are stored."""
 
     FOLDER = "folder"
     TAR = "tar"
     OFRECORD = "ofrecord"
 
 
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """How images of one kind are listed and read."""
+
+    find: Callable[[str], tuple[Path, list[str]]]  # their folder, and its parts, or folders of files
+    scan: Callable[[Path, list[str], tuple[str, ...], Progress], Index]
+    records: type[FileRecords]
+    key: Callable[[str], tuple[str, ...]] = lambda where: ("",)  # what else is in the name of the index
+
+
+def _below(listed: Callable[[Path], list[str]]) -> Callable[[str], tuple[Path, list[str]]]:
+    """What is listed in a folder."""
+
+    def find(where: str) -> tuple[Path, list[str]]:
+        if not Path(where).is_dir():
+            raise DataError(f"data {where}: no such folder")
+        return Path(where), listed(Path(where))
+
+    return find
+
+
+_LISTINGS = {
+    "folder": _Listing(_below(list_classes), scan_folder, FileRecords),
+    "tar": _Listing(list_shards, scan_shards, PartRecords, lambda where: (where,)),
+    "ofrecord": _Listing(_below(list_parts), scan_parts, PartRecords),
+    "segmentation": _Listing(_below(list_pairs), scan_pairs, PairRecords, lambda where: ()),
+}
+
+
 def open_records(
     text: str, class_names: str | None = None, limit: int | None = None, progress: Progress = lambda found: None
 ) -> Records:
     """The records that `folder:DIR`, `tar:GLOB` or `ofrecord:DIR` names, read through their index."""
-    kind, where = parse_data(text)
+    return open_listed(*parse_data(text), class_names, limit, progress)
+
+
+def open_listed(
+    kind: str,
+    where: str,
+    class_names: str | None = None,
+    limit: int | None = None,
+    progress: Progress = lambda found: None,
+) -> Records:
+    """The records of one kind of images, read through their index."""
+    listing = _LISTINGS[kind]
     try:
-        index = _open_index(kind, where, class_names, progress)
+        records = listing.records(_open_index(kind, where, class_names, progress))
     except OSError as error:
         raise DataError(f"data {kind}:{where}: {error.strerror} ({error.filename})") from error
-    records = _records(kind, index)
     if not len(records):
-        raise DataError(f"data {text} contains no records; check the path")
+        raise DataError(f"data {kind}:{where} contains no records; check the path")
     return limited(records, limit)
 
 
 def limited(records: Records, limit: int | None) -> Records:
     """`limit` of the records; all of them without one."""
-    if limit is None:
-        return records
-    require_limit(limit, len(records))
-    return Limited(records, limit)
+    return records if limit is None else Limited(records, limit)
 
 
-def parse_data(text: str) -> tuple[Kind, str]:
+def parse_data(text: str) -> tuple[str, str]:
     """`folder:DIR` as kind and path; the kind of a bare path follows from its files."""
-    kind, colon, where = text.partition(":")
-    if colon and where and kind in set(Kind):
-        return Kind(kind), where
+    kind, _, where = text.partition(":")
+    if where and kind in set(Kind):
+        return kind, where
     path = Path(text)
     if path.suffix == ".tar" or (path.is_dir() and any(path.glob("*.tar"))):
         return Kind.TAR, text
@@ -86,45 +99,28 @@ def parse_data(text: str) -> tuple[Kind, str]:
     raise DataError(f"data '{text}' is not one of folder:DIR, tar:GLOB, ofrecord:DIR")
 
 
-def names_images(text: str) -> bool:
-    """Whether `--data` names encoded images."""
-    return text.partition(":")[0] in {*Kind, "segmentation", "table"}
-
-
-def _open_index(kind: Kind, where: str, class_names: str | None, progress: Progress) -> Index:
+def _open_index(kind: str, where: str, class_names: str | None, progress: Progress) -> Index:
     """The saved index, if it still lists all files of the data set; otherwise a new one."""
-    if kind is Kind.TAR:
-        root, shards = list_shards(where)
-    else:
-        root, shards = Path(where), []
-        if not root.is_dir():
-            raise DataError(f"data {kind}:{where}: no such folder")
+    listing = _LISTINGS[kind]
+    root, found = listing.find(where)
     names = read_class_names(root, class_names)
+    is_of_parts = listing.records is PartRecords
 
     def is_current(index: Index) -> bool:
-        paths = [entry.path for entry in index.watched]
-        if kind is not Kind.FOLDER:
-            listed = shards if kind is Kind.TAR else list_parts(root)
-            return paths == listed and index.class_names == names and index.has_only_ranges_of_parts
-        classes = list_classes(root)
+        """Whether nothing was added beside what is watched, and every number and name is one of this data."""
+        known = names or tuple(found) if kind == Kind.FOLDER else names
         return (
-            [path for path in paths if "/" not in path] == classes
-            and index.class_names == (names or tuple(classes))
-            and bool(((index.label >= 0) & (index.label < len(index.class_names))).all())
-            and index.has_only_names_below
+            [entry.path for entry in index.watched if is_of_parts or "/" not in entry.path] == found
+            and index.class_names == known
+            and (kind != Kind.FOLDER or bool(((index.label >= 0) & (index.label < len(known))).all()))
+            and (index.has_only_ranges_of_parts if is_of_parts else index.has_only_names_below)
         )
 
     def build() -> Index:
-        if kind is Kind.FOLDER:
-            index = scan_folder(root, names, progress)
-        elif kind is Kind.OFRECORD:
-            index = scan_parts(root, names, progress)
-        else:
-            index = scan_shards(root, shards, names, progress)
-        return replace(index, fingerprint=fingerprint(index, partial(bytes_of, _records(kind, index))))
+        index = listing.scan(root, found, names, progress)
+        return replace(index, fingerprint=fingerprint(listing.records(index)))
 
-    key = "\0".join((kind, where if kind is Kind.TAR else "", *names))
-    return cached_index(root, key, is_current, build)
+    return cached_index(root, "\0".join((kind, *listing.key(where), *names)), is_current, build)
 
 
 def read_class_names(root: Path, given: str | None) -> tuple[str, ...]:
@@ -149,75 +145,3 @@ def read_class_names(root: Path, given: str | None) -> tuple[str, ...]:
 def split_names(text: str) -> tuple[str, ...]:
     """The class names in a file: one per line, without empty lines."""
     return tuple(line.strip() for line in text.splitlines() if line.strip())
-
-
-def _records(kind: Kind, index: Index) -> Records:
-    return FileRecords(index) if kind is Kind.FOLDER else PartRecords(index)
-
-
-def bytes_of(records: Records, number: int) -> bytes:
-    """A record's bytes; none if it can't be read."""
-    try:
-        return records.get(number).data
-    except BadRecordError:
-        return b""
-
-
-def list_classes(root: Path) -> list[str]:
-    """The class folders of a data set, without hidden folders."""
-    with os.scandir(root) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-
-
-def scan_folder(root: Path, class_names: tuple[str, ...], progress: Progress) -> Index:
-    """The index of a folder; the classes are its subfolders, or the names given, in that order."""
-    found = list_classes(root)
-    if not found:
-        raise DataError(f"{root} has no subfolders; give a folder with one subfolder of images per class")
-    names = class_names or tuple(found)
-    labels = {name: number for number, name in enumerate(names)}
-    if unknown := next((name for name in found if name not in labels), None):
-        raise DataError(
-            f"{root}: folder {unknown} is not one of {counted(len(names), 'class name')}; add it or remove the folder"
-        )
-    builder, watched = IndexBuilder(progress), list[Watched]()
-    for name in found:
-        for folder, files in walk_images(root, name):
-            watched.append(folder)
-            for file, size in files:
-                builder.add(0, 0, size, labels[name], f"{folder.path}/{file}")
-    index = builder.build(root, watched, names)
-    if not len(index):
-        raise DataError(f"{root}: no images in {counted(len(found), 'class folder')} ({', '.join(_SUFFIXES)})")
-    return index
-
-
-def walk_images(root: Path, name: str) -> Iterator[tuple[Watched, list[tuple[str, int]]]]:
-    """A folder and all folders below it, sorted, each with its images and their sizes; links are followed."""
-    waiting, visits = [name], Counter[tuple[int, int]]()
-    while waiting:
-        folder = waiting.pop()
-        below, files = [], []
-        try:
-            status = (root / folder).stat()  # before it is listed: what is added meanwhile makes the index outdated
-            with os.scandir(root / folder) as entries:
-                for entry in entries:
-                    if entry.is_dir():
-                        below.append(f"{folder}/{entry.name}")
-                    elif entry.name.lower().endswith(_SUFFIXES):
-                        files.append((entry.name, _size(entry)))
-        except OSError as error:
-            raise DataError(f"{root / folder}: {error.strerror}; make it readable or remove it") from error
-        identity = status.st_dev, status.st_ino
-        visits[identity] += 1
-        if visits[identity] > _MOST_VISITS:
-            raise DataError(f"{root / folder}: links lead here {visits[identity]} times or more; remove all but one")
-        yield Watched(folder, status.st_size, status.st_mtime_ns), sorted(files)
-        waiting += sorted(below, reverse=True)
-
-
-def _size(entry: os.DirEntry[str]) -> int:
-    try:
-        return entry.stat().st_size
-    except OSError:
-        return 0  # a broken link: reading it will report it

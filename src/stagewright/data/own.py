@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
+from stagewright.config.sources import SourceOptions
 from stagewright.data.formats.fields import IMAGES, SAMPLES, Fields, Indices, Unit, cast
 from stagewright.data.formats.records import DataError, require_limit
 from stagewright.data.formats.tensors import is_target
@@ -235,8 +236,9 @@ def fields_of(batch: Any, name: str, samples: int | None = None) -> Fields:
     return dict(found)
 
 
-def open_own(name: str, seed: int, ignore_index: int | None = None, limit: int | None = None) -> DatasetSource:
+def open_own(text: str, options: SourceOptions) -> DatasetSource:
     """The dataset that `python:package.module:name` names: an object, or a function that makes one."""
+    name, limit = text.removeprefix(f"{PREFIX}:"), options.limit
     found = load_object(name, "data")
     collate = getattr(found, "collate_fn", None)
     found = found.dataset if isinstance(found, Collated) else found
@@ -251,7 +253,7 @@ def open_own(name: str, seed: int, ignore_index: int | None = None, limit: int |
     if limit is not None:
         require_limit(limit, len(found))
         found = Subset(found, [number * len(found) // limit for number in range(limit)])  # type: ignore[arg-type]
-    return DatasetSource(found, name.partition(":")[2], seed, ignore_index, collate)
+    return DatasetSource(found, name.partition(":")[2], options.seed, options.ignore_index, collate)
 
 
 def _seed(text: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,19 +18,11 @@ from PIL import Image
 from torch import Tensor
 
 from stagewright.data.augment import View
-from stagewright.data.datasets import read_class_names, walk_images
 from stagewright.data.decode import MOST_PIXELS
 from stagewright.data.formats.fields import IGNORED
-from stagewright.data.formats.index import (
-    MOST_CLASSES,
-    Index,
-    IndexBuilder,
-    Progress,
-    Watched,
-    cached_index,
-    fingerprint,
-)
-from stagewright.data.formats.records import BadRecordError, DataError, FileRecords, Record
+from stagewright.data.formats.folders import walk_images
+from stagewright.data.formats.index import Index, IndexBuilder, Progress
+from stagewright.data.formats.records import BadRecordError, DataError, FileRecords, Record, read_file
 from stagewright.errors import counted, first_line
 from stagewright.files import read_regular
 
@@ -41,68 +32,38 @@ _MODES = {"1", "L", "P", "I", "I;16"}
 _DEPTH, _COLOUR = 24, 25  # bytes of a PNG's header
 
 
-def open_segmentation(
-    where: str, class_names: str | None = None, progress: Progress = lambda found: None
-) -> PairRecords:
-    """The pairs of `segmentation:DIR`, read through their index."""
-    root = Path(where)
-    for name in (_IMAGES, _MASKS):
-        if not (root / name).is_dir():
-            raise DataError(f"data segmentation:{where}: no folder {name}; it needs {_IMAGES} and {_MASKS}")
-    try:
-        names = read_class_names(root, class_names)
-        index = cached_index(
-            root,
-            "\0".join(("segmentation", *names)),
-            partial(_is_current, root, names),
-            partial(_scan, root, names, progress),
-        )
-    except OSError as error:
-        raise DataError(f"data segmentation:{where}: {error.strerror} ({error.filename})") from error
-    return PairRecords(index)
+def list_pairs(root: Path) -> list[str]:
+    """The two folders of a data set."""
+    if missing := next((name for name in (_IMAGES, _MASKS) if not (root / name).is_dir()), None):
+        raise DataError(f"data segmentation:{root}: no folder {missing}; it needs {_IMAGES} and {_MASKS}")
+    return [_IMAGES, _MASKS]
 
 
-def _is_current(root: Path, names: tuple[str, ...], index: Index) -> bool:
-    """Whether the index still lists all folders; sizes and times were compared before."""
-    folders = [folder.path for name in (_IMAGES, _MASKS) for folder, _ in walk_images(root, name)]
-    return (
-        [entry.path for entry in index.watched] == folders
-        and index.class_names == names
-        and index.has_only_names_below
-        and bool((index.label < MOST_CLASSES).all())
-    )
-
-
-def _scan(root: Path, names: tuple[str, ...], progress: Progress) -> Index:
-    watched, files = list[Watched](), dict[str, dict[str, tuple[str, int]]]()
-    for name in (_IMAGES, _MASKS):
-        found = files[name] = {}
-        for folder, listed in walk_images(root, name):
-            watched.append(folder)
-            for file, size in listed:
-                path = f"{folder.path}/{file}"
-                stem = _stem(path, name)
-                if name == _MASKS and not file.endswith(".png"):
-                    raise DataError(f"{root / path}: masks must be .png files; convert or remove it")
-                if stem in found:
-                    raise DataError(f"{root}: both {found[stem][0]} and {path} are named {stem}; rename one")
-                found[stem] = path, size
-    alone = sorted(files[_IMAGES].keys() ^ files[_MASKS].keys())
-    if alone:
-        have, lack = (_IMAGES, _MASKS) if alone[0] in files[_IMAGES] else (_MASKS, _IMAGES)
+def scan_pairs(root: Path, folders: list[str], names: tuple[str, ...], progress: Progress) -> Index:
+    """The index of all images that have a mask; one without the other is an error."""
+    builder, files = IndexBuilder(root, progress), dict[str, dict[str, tuple[str, int]]]()
+    for folder in folders:
+        found = files[folder] = {}
+        for path, size in walk_images(root, folder, builder.watched):
+            stem = _stem(path, folder)
+            if folder == _MASKS and not path.endswith(".png"):
+                raise DataError(f"{root / path}: masks must be .png files; convert or remove it")
+            if stem in found:
+                raise DataError(f"{root}: both {found[stem][0]} and {path} are named {stem}; rename one")
+            found[stem] = path, size
+    images, masks = files[_IMAGES], files[_MASKS]
+    if alone := sorted(images.keys() ^ masks.keys()):
+        have, lack = (images, _MASKS) if alone[0] in images else (masks, _IMAGES)
         raise DataError(
-            f"{root}: {files[have][alone[0]][0]} has no partner in {lack} ({counted(len(alone), 'file')} of "
-            f"{len(files[_IMAGES]) + len(files[_MASKS])} without one); add it or remove the file"
+            f"{root}: {have[alone[0]][0]} has no partner in {lack} ({counted(len(alone), 'file')} of "
+            f"{len(images) + len(masks)} without one); add it or remove the file"
         )
-    if not files[_IMAGES]:
+    if not images:
         raise DataError(f"{root}: no images in {_IMAGES}; put NAME.jpg there and NAME.png into {_MASKS}")
-    builder = IndexBuilder(progress)
-    for stem in sorted(files[_IMAGES]):
-        path, size = files[_IMAGES][stem]
+    for stem in sorted(images):
+        path, size = images[stem]
         builder.add(0, 0, size, _largest(root, mask_of(path)), path)
-    index = builder.build(root, watched, names)
-    records = PairRecords(index)
-    return replace(index, fingerprint=fingerprint(index, partial(_bytes_of, records)))
+    return builder.build(names)
 
 
 def mask_of(path: str) -> str:
@@ -125,14 +86,6 @@ def _largest(root: Path, path: str) -> int:
     return int(mask[mask != _NO_CLASS].max(initial=-1))
 
 
-def _bytes_of(records: PairRecords, number: int) -> bytes:
-    try:
-        record = records.get(number)
-    except BadRecordError:
-        return b""
-    return record.data + record.mask
-
-
 class PairRecords(FileRecords):
     """Images with their masks."""
 
@@ -143,10 +96,7 @@ class PairRecords(FileRecords):
     def get(self, index: int) -> Record:
         record = super().get(index)
         name = f"{self.index.root}/{mask_of(self.index.name(index))}"
-        try:
-            mask = read_regular(name)
-        except OSError as error:
-            raise BadRecordError(f"{name}: {error.strerror}; make it a readable PNG or remove its image") from error
+        mask = read_file(name, "make it a readable PNG or remove its image")
         return replace(record, label=0, mask=mask)
 
 

@@ -6,14 +6,14 @@ for the loaders, and replaces a bad record by the next good one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from stagewright.config.sources import SourceOptions, find_kind
 from stagewright.data.augment import Augmentation, Cropping, View, default_cropping
-from stagewright.data.datasets import limited, names_images, open_records
+from stagewright.data.datasets import limited, open_listed
 from stagewright.data.decode import (
     MOST_PIXELS,
     Decoder,
@@ -28,16 +28,13 @@ from stagewright.data.formats.fields import Fields as Fields
 from stagewright.data.formats.fields import cast as cast
 from stagewright.data.formats.fields import only_pair as only_pair
 from stagewright.data.formats.records import BadRecord, BadRecordError, DataError, Record, Records, require_limit
-from stagewright.data.formats.tensors import TensorSource
-from stagewright.data.formats.tokens import TokenSource
 from stagewright.data.order import AugmentSeed, Indices
-from stagewright.data.own import PREFIX as OWN
-from stagewright.data.own import open_own
-from stagewright.data.segmentation import MaskLabels, open_segmentation
-from stagewright.data.synthetic import SyntheticSource
+from stagewright.data.own import DatasetSource
+from stagewright.data.segmentation import MaskLabels
 from stagewright.data.table import open_table
 from stagewright.errors import UserError, is_out_of_memory
 from stagewright.metrics import GIB
+from stagewright.objects import load_callable
 
 
 class Source(Protocol):
@@ -240,61 +237,27 @@ class LimitedSource:
         return self._source.batch(indices * len(self._source) // self._limit)
 
 
-@dataclass(frozen=True, slots=True)
-class ImageOptions:
-    """The options that say how encoded images become samples."""
-
-    cropping: str = "auto"
-    normalize: str = "imagenet"
-    jitter: float = 0.0
-    cutout: int = 0
-    class_names: str | None = None
-    limit: int | None = None
-    is_learnable: bool = True  # synthetic images only
-    context: int = 256  # tokens of a sample, of token files only
-    ignore_index: int | None = None  # a label that counts nowhere, of tensors only
-    channels: int = 3  # of synthetic images only
+def open_source(text: str, options: SourceOptions) -> Source:
+    """The source that `--data` names."""
+    opened: Source = load_callable(f"stagewright.data.{find_kind(text).opened_by}", "data")(text, options)
+    if options.limit is None or isinstance(opened, ImageSource | DatasetSource):  # which were limited when opened
+        return opened
+    return LimitedSource(opened, options.limit)
 
 
-def open_source(
-    text: str, *, samples: int, classes: int, image: int, seed: int, options: ImageOptions | None = None
-) -> Source:
-    """The source that `--data` names; samples, classes and seed describe synthetic data."""
-    options = options or ImageOptions()
-    kind, _, rest = text.partition(":")
-    if names_images(text) and rest:
-        records, labels = _open_images(kind, rest, options)
-        return with_transforms(records, image, options, labels)
-    source: Source
-    if kind == "synthetic" and not rest:
-        source = SyntheticSource(samples, classes, image, seed, options.is_learnable, options.channels)
-    elif kind == "tensors" and rest:
-        source = TensorSource(rest, options.ignore_index)
-    elif kind == "tokens" and rest:
-        source = TokenSource(rest, options.context)
-    elif kind == OWN and ":" in rest:
-        return open_own(rest, seed, options.ignore_index, options.limit)
-    else:
-        raise UserError(
-            f"data '{text}' is not one of synthetic, folder:DIR, tar:GLOB, ofrecord:DIR, segmentation:DIR, table:FILE, "
-            "tensors:FILE, tokens:FILE, python:MODULE:DATASET"
-        )
-    return source if options.limit is None else LimitedSource(source, options.limit)
-
-
-def _open_images(kind: str, where: str, options: ImageOptions) -> tuple[Records, Labels]:
-    """Encoded images, and how their labels are read."""
-    if kind == "segmentation":
-        pairs = open_segmentation(where, options.class_names)
-        return limited(pairs, options.limit), MaskLabels(pairs.classes)
+def open_images(text: str, options: SourceOptions) -> ImageSource:
+    """Images with a class each, with masks, or with numbers."""
+    kind, _, where = text.partition(":")
     if kind == "table":
-        rows, labels = open_table(where)
-        return limited(rows, options.limit), labels
-    return open_records(f"{kind}:{where}", options.class_names, options.limit), ClassLabels()
+        rows, numbers = open_table(where)
+        return with_transforms(limited(rows, options.limit), options, numbers)
+    records = open_listed(kind, where, options.class_names, options.limit)
+    return with_transforms(records, options, MaskLabels(records.classes) if kind == "segmentation" else None)
 
 
-def with_transforms(records: Records, side: int, options: ImageOptions, labels: Labels | None = None) -> ImageSource:
+def with_transforms(records: Records, options: SourceOptions, labels: Labels | None = None) -> ImageSource:
     """Records as samples of one size, cropped and normalized as the options say."""
+    side = options.image
     if side < 1:
         raise UserError(f"--image is {side}; give at least 1")
     if not 0 <= options.jitter < 1:

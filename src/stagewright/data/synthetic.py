@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stagewright.config.sources import SourceOptions
 from stagewright.data.formats.fields import IMAGES, Fields, Indices, to_device
 
 _NOISES = 64
@@ -77,6 +78,11 @@ class SyntheticSource:
             patterns = self._patterns if self._is_learnable else None
             self._rows = _Rows(self._noises, patterns, self._device, channels_last=self._channels_last)
         return self._rows
+
+
+def open_synthetic(text: str, options: SourceOptions) -> SyntheticSource:
+    shape = options.samples, options.classes, options.image
+    return SyntheticSource(*shape, options.seed, options.is_learnable, options.channels)
 
 
 def _sum_parts(

@@ -9,7 +9,6 @@ import csv
 import io
 import math
 from dataclasses import replace
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 
 from stagewright.data.augment import View
-from stagewright.data.datasets import bytes_of
-from stagewright.data.formats.index import IndexBuilder, fingerprint, is_below
-from stagewright.data.formats.records import DataError, FileRecords, Record
+from stagewright.data.formats.folders import size_of
+from stagewright.data.formats.index import IndexBuilder, is_below
+from stagewright.data.formats.records import DataError, FileRecords, Record, fingerprint
 from stagewright.errors import first_line
 from stagewright.files import read_text
 
@@ -37,12 +36,11 @@ def open_table(where: str) -> tuple[FileRecords, NumberLabels]:
         reason = error.strerror if isinstance(error, OSError) else first_line(error)
         raise DataError(f"table {where}: {reason}; give a CSV file with a column '{_PATH}'") from error
     paths, numbers = _read_rows(where, text)
-    root, builder = Path(where).parent, IndexBuilder()
+    builder = IndexBuilder(Path(where).parent)
     for row, path in enumerate(paths):
-        builder.add(0, 0, _size(root / path), row, path)
-    index = builder.build(root, (), ())
-    labels = NumberLabels(torch.tensor(numbers, dtype=torch.float32))
-    digest = blake2b(fingerprint(index, partial(bytes_of, FileRecords(index))).encode(), digest_size=16)
+        builder.add(0, 0, size_of(builder.root / path), row, path)
+    index, labels = builder.build(), NumberLabels(torch.tensor(numbers, dtype=torch.float32))
+    digest = blake2b(fingerprint(FileRecords(index)).encode(), digest_size=16)
     digest.update(labels.numbers.numpy().tobytes())
     records = FileRecords(replace(index, fingerprint=digest.hexdigest()))
     records.classes = 0  # rows are no classes
@@ -92,13 +90,6 @@ def _number(where: str, row: int, name: str, text: str) -> float:
             f"table {where}, row {row}: {name} is '{text[:40]}', not a finite number; fix or remove the row"
         )
     return number
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except (OSError, ValueError):
-        return 0  # reading it will report it
 
 
 class NumberLabels:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from stagewright.config.fits import COUNTED
 from stagewright.config.sections import AUTO, DEFAULT_BATCH, Config
-from stagewright.data.datasets import list_classes, names_images
+from stagewright.config.sources import KINDS, kind_of, knows_classes, names_images
 from stagewright.data.decode import Decoder
+from stagewright.data.formats.folders import list_classes
 from stagewright.data.sources import ImageSource, Source
 from stagewright.errors import UserError
 from stagewright.hardware.devices import num_devices
@@ -33,7 +33,6 @@ _FEW_IMAGES = 1_000  # the smallest sets that such models are trained on from ra
 _MANY_CLASSES = 1_000  # of ImageNet: trained weights of such a model are public
 _MOST_SEEN = 16  # images that are decoded to know their size
 _SPLITS = ("val", "valid", "validation", "test")  # folders beside train/, the first that there is is evaluated on
-_OF_CLASSES = ("folder", "tar", "ofrecord")  # data with one class per sample
 
 
 def resolve_model(config: Config, voice: Voice = SILENT) -> Config:
@@ -50,7 +49,7 @@ def resolve_model(config: Config, voice: Voice = SILENT) -> Config:
                 f"the data has {task}, so {name.rpartition('@')[2]} is trained; choose by {config.model.name}@CLASS"
             )
     entry, init = find_entry(name, data.image), config.model.init or saved_weights(name)
-    source = _glance(config) if data.source.partition(":")[0] in COUNTED and config.run.resume is None else None
+    source = _glance(config) if knows_classes(data.source) and config.run.resume is None else None
     classes = config.model.classes or (entry.classes if entry else 10)
     takes_classes = entry is None or (entry.has_classes and saved_weights(name) is None)
     is_of_classes = config.loss.name in ("auto", "cross-entropy")
@@ -166,12 +165,12 @@ def _side_of(name: str, classes: int, side: int, usual: int) -> int:
 
 def _task_of(config: Config) -> Task | None:
     """What data and loss ask of a model, where that is clear before there is a model."""
-    kind, loss = config.data.source.partition(":")[0], config.loss.name
-    if loss == "next-token" or (loss == "auto" and kind == "tokens"):
+    kind, loss = kind_of(config.data.source), config.loss.name
+    if loss == "next-token" or (loss == "auto" and kind is KINDS["tokens"]):
         return Task.NEXT_TOKEN
-    if loss not in ("auto", "cross-entropy") or kind == "synthetic":
+    if loss not in ("auto", "cross-entropy") or kind is KINDS["synthetic"]:
         return None
-    if kind not in _OF_CLASSES:
+    if kind is None or not kind.has_labels:
         source = _glance(config)
         fields = source.batch(np.arange(1))
         targets = [fields[name] for name in source.targets]

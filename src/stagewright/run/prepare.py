@@ -25,7 +25,7 @@ from stagewright.cluster.topology import ANYWHERE, Cluster
 from stagewright.config.fits import Facts, check_fits
 from stagewright.config.optimizers import OPTIMIZERS
 from stagewright.config.sections import MOST_STEPS, Config
-from stagewright.data.datasets import names_images
+from stagewright.config.sources import names_images
 from stagewright.data.order import Order
 from stagewright.errors import UserError, counted, did_you_mean, first_line
 from stagewright.hardware.host import num_cores

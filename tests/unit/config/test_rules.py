@@ -33,14 +33,14 @@ _UNUSED = [
     ({"--early-stop": 2, "--eval-every": 0}, "with --eval-every 0; it needs one above 0"),
     ({"--ema": 0.9}, "without an evaluation, an export or a checkpoint; give --val, --export or --checkpoint-every"),
     ({"--context": 8, "--data": "folder:a"}, "with --data folder:a; it needs --data tokens:FILE"),
-    ({"--workers": 2, "--data": "tensors:a"}, "with --data tensors:a; it needs encoded images or --data python:MODULE"),
+    ({"--workers": 2, "--data": "tensors:a"}, "with --data tensors:a; it needs --data folder:DIR, .*python:"),
     ({"--workers": 2, "--data": "tar:*", "--decode": "once"}, "with --decode once; it needs --decode cpu"),
     ({"--loader-threads": 3, "--workers": 2, "--data": "tar:*"}, "with --workers 2; give one of them"),
-    ({"--class-names": "a", "--data": "table:a"}, "with --data table:a; it needs images with classes"),
+    ({"--class-names": "a", "--data": "table:a"}, "with --data table:a; it needs --data folder:DIR, .* or segm"),
     ({"--samples": 64, "--data": "folder:a"}, "with --data folder:a; it needs --data synthetic"),
     ({"--learnable": True, "--data": "tensors:a"}, "with --data tensors:a; it needs --data synthetic"),
     *(
-        ({flag: value}, r"with --data synthetic; it needs (encoded images|images with classes) \(folder:")
+        ({flag: value}, "with --data synthetic; it needs --data folder:DIR, tar:GLOB")
         for flag, value in {
             "--class-names": "names.txt", "--crop": "padded", "--normalize": "imagenet", "--loader-threads": 2,
             "--ahead": 4, "--max-bad": 100, "--jitter": 0.4, "--cutout": 8, "--decode": "once",

@@ -23,6 +23,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from stagewright.config.sources import SourceOptions
 from stagewright.data.datasets import Kind, open_records
 from stagewright.data.decode import Decoder, decode_record
 from stagewright.data.formats.index import Watched, load_index, save_index
@@ -32,7 +33,7 @@ from stagewright.data.formats.tar import TarError, scan_shard
 from stagewright.data.formats.tensors import TensorSource
 from stagewright.data.formats.text import convert_text, open_tokenizer
 from stagewright.data.formats.tokens import TokenSource
-from stagewright.data.sources import ImageOptions, open_source, with_transforms
+from stagewright.data.sources import open_source, with_transforms
 from stagewright.data.survey import survey
 from stagewright.errors import UserError
 from tests.limits import cpu_time, more_memory
@@ -99,7 +100,7 @@ def scan_ofrecord(data: bytes) -> int:
 
 def scan_tar(data: bytes) -> int:
     found = list(scan_shard(io.BytesIO(data), len(data), "shard.tar", {"cat": 1}))
-    assert all(0 <= s.offset <= s.offset + s.size <= len(data) and s.label >= -1 for _, s in found)
+    assert all(0 <= first <= first + size <= len(data) and label >= -1 for first, size, label, _ in found)
     return len(found)
 
 
@@ -253,7 +254,7 @@ def test_mutated_images_are_decoded_or_bad_records(tmp_path: Path, within_limits
     good = encoded(Image.new("RGB", (20, 20)), "PNG")
     path = tmp_path / "data/a/0.jpg"
     source = with_transforms(
-        open_records(make_folder(tmp_path / "data", {"a/0.jpg": good, "a/1.png": good})), 16, ImageOptions("resized")
+        open_records(make_folder(tmp_path / "data", {"a/0.jpg": good, "a/1.png": good})), SourceOptions(16, "resized")
     )
     for seed in seeds:
         path.write_bytes(seed)
@@ -453,7 +454,7 @@ def test_mutated_masks_are_drawn_or_bad_records(tmp_path: Path, within_limits: N
         for path in tmp_path.glob(".stagewright-*"):
             path.unlink()
         with one_case(number):
-            source = open_source(f"segmentation:{tmp_path}", samples=1, classes=1, image=16, seed=0)
+            source = open_source(f"segmentation:{tmp_path}", SourceOptions(image=16))
             label = source.batch(np.array([0]))["label"]
             assert label.min() >= -100 and label.max() < source.classes
 
@@ -466,7 +467,7 @@ def test_mutated_tables_are_used_or_refused(tmp_path: Path, within_limits: None)
     for number in range(4 * FILES):
         path.write_bytes(mutated(b'path,x,"y y"\na.png,1.5,-2e3\n"a.png",0,7\n./a.png,1,1\n', generator))
         with one_case(number), suppress(DataError):
-            source = open_source(f"table:{path}", samples=1, classes=1, image=16, seed=0)
+            source = open_source(f"table:{path}", SourceOptions(image=16))
             fields = source.batch(np.array([0, len(source) - 1]))
             assert fields["target"].isfinite().all() and len(fields["image"]) == 2
 

@@ -133,10 +133,10 @@ def _replaced(index: Index, **changes: object) -> Index:
 
 
 def test_an_index_has_no_python_object_per_record(tmp_path: Path) -> None:
-    builder = IndexBuilder()
+    builder = IndexBuilder(tmp_path)
     for number in range(10_000):
         builder.add(0, number, 5, number % 7, f"{number}.jpg")
-    index = builder.build(tmp_path, (), ())
+    index = builder.build()
     save_index(tmp_path / "index", index)
     found = load_index(tmp_path / "index", tmp_path)
     assert found is not None and found.name(9_999) == "9999.jpg" and found.name(0) == "0.jpg"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from stagewright import objects
+from stagewright.config.sources import SourceOptions
 from stagewright.data.formats.records import DataError
 from stagewright.data.loader import make_loaders
 from stagewright.data.order import EvaluationSampler, Order, ReplicaSlice, TrainingSampler
@@ -131,8 +132,8 @@ def test_fingerprint_tells_datasets_apart() -> None:
 def test_opens_an_object_a_factory_and_part_of_one_by_name() -> None:
     name = objects.put(Noisy())
     for known in (name, objects.put(Noisy, "make")):
-        source = open_source(f"python:{known}", samples=0, classes=0, image=0, seed=0)
+        source = open_source(f"python:{known}", SourceOptions(image=0))
         assert (len(source), source.targets, source.classes) == (12, ("target",), 3)
     objects.remove(name)
     with pytest.raises(UserError, match="given as an object by a script"):
-        open_source(f"python:{name}", samples=0, classes=0, image=0, seed=0)
+        open_source(f"python:{name}", SourceOptions(image=0))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+from stagewright.config.sources import SourceOptions
 from stagewright.data.augment import Augmentation, Cropping
 from stagewright.data.datasets import open_records
 from stagewright.data.decode import NORMALIZATIONS
@@ -60,7 +61,7 @@ def slices(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[ImageSource, 
             Image.new("RGB" if folder == "images" else "L", (30, 20), colour).save(path)
     (root / "streets/ages.csv").write_text("path,age\n" + "".join(f"images/{n}.png,{n}.5\n" for n in range(7)))
     masks, ages = (
-        open_source(text, samples=1, classes=1, image=16, seed=0)
+        open_source(text, SourceOptions(image=16))
         for text in (f"segmentation:{root}/streets", f"table:{root}/streets/ages.csv")
     )
     assert isinstance(masks, ImageSource) and isinstance(ages, ImageSource)

@@ -12,7 +12,9 @@ import torch
 from PIL import Image
 
 from stagewright.config.rules import check_rules
+from stagewright.config.sources import SourceOptions
 from stagewright.data.augment import Augmentation, Cropping
+from stagewright.data.datasets import open_listed
 from stagewright.data.decode import NORMALIZATIONS, Decoder
 from stagewright.data.formats.fields import IGNORED
 from stagewright.data.formats.index import is_below, save_index
@@ -20,8 +22,8 @@ from stagewright.data.formats.records import BadRecordError, DataError
 from stagewright.data.loader import make_loaders
 from stagewright.data.order import AugmentSeed, EvaluationSampler, Order, ReplicaSlice, TrainingSampler
 from stagewright.data.pool import Decode, LoaderOptions
-from stagewright.data.segmentation import MaskLabels, decode_mask, mask_of, open_segmentation
-from stagewright.data.sources import ImageOptions, ImageSource, open_source
+from stagewright.data.segmentation import MaskLabels, decode_mask, mask_of
+from stagewright.data.sources import ImageSource, open_source
 from stagewright.errors import UserError
 from tests.pictures import encoded
 
@@ -48,8 +50,7 @@ def make_pairs(root: Path, count: int = 6, height: int = 60, width: int = 80) ->
 
 
 def source_of(root: Path, **options: object) -> ImageSource:
-    given = ImageOptions(**options)  # type: ignore[arg-type]
-    source = open_source(f"segmentation:{root}", samples=1, classes=1, image=SIDE, seed=0, options=given)
+    source = open_source(f"segmentation:{root}", SourceOptions(SIDE, **options))  # type: ignore[arg-type]
     assert isinstance(source, ImageSource)
     return source
 
@@ -200,13 +201,13 @@ def test_a_missing_partner_is_one_line(tmp_path: Path) -> None:
         make_pairs(tmp_path)
         (tmp_path / missing / "deep/3.png").unlink()
         with pytest.raises(DataError, match=f"deep/3.png has no partner in {missing}.*1 file of 11"):
-            open_segmentation(str(tmp_path))
+            open_listed("segmentation", str(tmp_path))
     make_pairs(tmp_path)
     (tmp_path / "images/0.jpg").write_bytes((tmp_path / "images/0.png").read_bytes())
     with pytest.raises(DataError, match=r"0\.jpg and .*0\.png"):
-        open_segmentation(str(tmp_path))
+        open_listed("segmentation", str(tmp_path))
     with pytest.raises(DataError, match="no folder images"):
-        open_segmentation(str(tmp_path / "masks"))
+        open_listed("segmentation", str(tmp_path / "masks"))
 
 
 def test_grey_values_of_fewer_bits_are_refused_not_scaled() -> None:
@@ -224,12 +225,12 @@ def test_every_name_of_an_index_has_a_mask_below_the_root() -> None:
 
 
 def test_a_forged_index_gives_pairs_of_its_data_set_alone(tmp_path: Path) -> None:
-    records = open_segmentation(str(make_pairs(tmp_path, 1)))
+    records = open_listed("segmentation", str(make_pairs(tmp_path, 1)))
     (path,) = tmp_path.glob(".stagewright-*.index")
     for name in (b"../aaaaa.png", b"masks/a0.png", b"imagesimages", b"////////////"):
         names = np.frombuffer(name, np.uint8)
         save_index(path, replace(records.index, names=names, name_end=np.array([len(names)])))
-        forged = open_segmentation(str(tmp_path))
+        forged = open_listed("segmentation", str(tmp_path))
         assert len(forged) == 1 and is_below(forged.index.name(0))
         with suppress(BadRecordError):
             forged.get(0)
@@ -241,7 +242,7 @@ def test_masks_are_decoded_on_the_cpu_alone(decode: str, tmp_path: Path) -> None
     with pytest.raises(UserError, match="--decode cpu"):
         check_rules(values, {"--decode"})
     source = ImageSource(
-        open_segmentation(str(make_pairs(tmp_path, 1))),
+        open_listed("segmentation", str(make_pairs(tmp_path, 1))),
         Augmentation(SIDE, Cropping.PADDED),
         NORMALIZATIONS["imagenet"],
         MaskLabels(200),
@@ -253,12 +254,14 @@ def test_masks_are_decoded_on_the_cpu_alone(decode: str, tmp_path: Path) -> None
 def test_masks_are_decoded_once_and_again_when_a_folder_changes(tmp_path: Path) -> None:
     seen: list[int] = []
     make_pairs(tmp_path, 4)
-    first = open_segmentation(str(tmp_path), progress=seen.append)
+    first = open_listed("segmentation", str(tmp_path), progress=seen.append)
     assert seen and len(first) == 4
     seen.clear()
-    assert open_segmentation(str(tmp_path), progress=seen.append).fingerprint == first.fingerprint and not seen
+    assert (
+        open_listed("segmentation", str(tmp_path), progress=seen.append).fingerprint == first.fingerprint and not seen
+    )
     make_pairs(tmp_path, 6)
-    again = open_segmentation(str(tmp_path), progress=seen.append)
+    again = open_listed("segmentation", str(tmp_path), progress=seen.append)
     assert seen and len(again) == 6 and again.fingerprint != first.fingerprint
 
 

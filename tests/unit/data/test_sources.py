@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from stagewright.config.sources import SourceOptions
 from stagewright.data.formats.tensors import TensorSource
 from stagewright.data.loader import make_loaders
 from stagewright.data.order import EvaluationSampler, ReplicaSlice
 from stagewright.data.pool import LoaderOptions
 from stagewright.data.sources import (
-    ImageOptions,
     LimitedSource,
     cast,
     only_pair,
@@ -95,8 +95,7 @@ def test_a_limit_is_evenly_spread_and_changes_the_fingerprint(tmp_path: Path) ->
     whole = TensorSource(str(path))
     some = LimitedSource(whole, 4)
     assert (len(some), some.classes) == (4, 10) and some.batch(np.arange(4))["labels"].tolist() == [0, 2, 5, 7]
-    shared = {"samples": 1, "classes": 1, "image": 1, "seed": 0}
-    same = open_source(f"tensors:{path}", **shared, options=ImageOptions(limit=4))
+    same = open_source(f"tensors:{path}", SourceOptions(limit=4))
     assert same.fingerprint == some.fingerprint != whole.fingerprint
     save_file({"images": torch.arange(20.0).view(10, 2), "labels": torch.arange(10).flip(0)}, path)
     assert TensorSource(str(path)).fingerprint != whole.fingerprint

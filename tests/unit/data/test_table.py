@@ -9,11 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
+from stagewright.config.sources import SourceOptions
 from stagewright.data.formats.records import DataError
 from stagewright.data.loader import make_loaders
 from stagewright.data.order import EvaluationSampler, ReplicaSlice
 from stagewright.data.pool import Decode, LoaderOptions
-from stagewright.data.sources import ImageOptions, ImageSource, open_source
+from stagewright.data.sources import ImageSource, open_source
 
 
 def open_rows(path: Path, text: str, limit: int | None = None) -> ImageSource:
@@ -21,8 +22,8 @@ def open_rows(path: Path, text: str, limit: int | None = None) -> ImageSource:
         if not (path.parent / f"{number}.png").exists():
             Image.new("RGB", (20, 20), (number, 0, 0)).save(path.parent / f"{number}.png")
     path.write_text(text)
-    options = ImageOptions("padded", normalize="0,0,0/1,1,1", limit=limit)
-    source = open_source(f"table:{path}", samples=1, classes=1, image=16, seed=0, options=options)
+    options = SourceOptions(16, "padded", normalize="0,0,0/1,1,1", limit=limit)
+    source = open_source(f"table:{path}", options)
     assert isinstance(source, ImageSource)
     return source
 
@@ -83,4 +84,4 @@ def test_a_row_that_cannot_be_read_is_named(text: str, piece: str, tmp_path: Pat
 def test_a_missing_table_is_one_line(tmp_path: Path) -> None:
     for path in (tmp_path / "missing.csv", tmp_path):
         with pytest.raises(DataError, match=f"table {path}: "):
-            open_source(f"table:{path}", samples=1, classes=1, image=16, seed=0)
+            open_source(f"table:{path}", SourceOptions(image=16))

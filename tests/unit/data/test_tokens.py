@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from stagewright.cli.main import main
+from stagewright.config.sources import SourceOptions
 from stagewright.data.formats import text
 from stagewright.data.formats.records import DataError
 from stagewright.data.formats.text import convert_text, open_tokenizer
@@ -19,10 +20,8 @@ from stagewright.data.formats.tokens import TokenSource
 from stagewright.data.loader import make_loaders
 from stagewright.data.order import DataChanged, Order, Position, ReplicaSlice, TrainingSampler
 from stagewright.data.pool import LoaderOptions
-from stagewright.data.sources import ImageOptions, open_source
+from stagewright.data.sources import open_source
 from tests.commands import fails
-
-_SYNTHETIC = {"samples": 1, "classes": 1, "image": 1, "seed": 0}
 
 
 def write_tokens(path: Path, tokens: Any, kind: str = "<u2", about: object = None) -> str:
@@ -70,7 +69,7 @@ def test_the_loader_gives_the_windows_of_the_order_and_resumes_in_it(tmp_path: P
 
 def test_a_limit_takes_windows_evenly_spread(tmp_path: Path) -> None:
     path = write_tokens(tmp_path / "t.bin", range(41))
-    source = open_source(f"tokens:{path}", **_SYNTHETIC, options=ImageOptions(limit=4, context=4))
+    source = open_source(f"tokens:{path}", SourceOptions(limit=4, context=4))
     assert source.batch(np.arange(4))["input_ids"][:, 0].tolist() == [0, 8, 20, 28]
     assert source.targets == ("targets",) and source.unit == ("tokens", 4) and source.classes == 41
 

@@ -16,13 +16,14 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from stagewright.cli.main import main
+from stagewright.config.sources import SourceOptions
 from stagewright.data.convert import convert
 from stagewright.data.datasets import Kind, open_records
 from stagewright.data.decode import Decoder
 from stagewright.data.formats.index import load_index, save_index
 from stagewright.data.formats.records import BadRecordError, DataError, Records
 from stagewright.data.formats.tensors import TensorSource
-from stagewright.data.sources import ImageOptions, ImageSource, with_transforms
+from stagewright.data.sources import ImageSource, with_transforms
 from stagewright.errors import UserError
 from tests.commands import prints
 from tests.limits import cpu_time, more_memory
@@ -380,7 +381,7 @@ def image_source(data: bytes, root: Path) -> ImageSource:
     records = open_records(
         make_folder(root, {"a/0.png": data, "a/1.png": encoded(Image.new("RGB", (300, 300)), "PNG")})
     )
-    return with_transforms(records, 224, ImageOptions())
+    return with_transforms(records, SourceOptions(224))
 
 
 @pytest.mark.parametrize("size", [(65535, 1), (1, 5_000_000)])

@@ -16,11 +16,12 @@ import os
 import re
 import stat
 import tempfile
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +36,8 @@ _MOST_INDEX_BYTES = 2**33  # about 100 million records
 _ARRAYS = {"part": np.int32, "offset": np.int64, "length": np.int64, "label": np.int32, "name_end": np.int64}
 _ANYONE_WRITES = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 _FINGERPRINT = re.compile("[0-9a-f]*")
-_SAMPLED = 64  # records whose bytes enter the fingerprint
-_FLUSH = 4096  # records held as Python numbers before they become arrays
+_REPORTED = 4096  # records between two reports of progress
+Found = tuple[int, int, int] | tuple[int, int, int, str]  # a record in a file: offset, length, label, and its name
 Progress = Callable[[int], None]  # called with the number of records found so far
 
 
@@ -110,55 +111,44 @@ def is_below(path: str) -> bool:
 
 
 class IndexBuilder:
-    """Collects the records of a scan into arrays, without one Python object per record."""
+    """Collects the records of a scan in arrays, without one Python object per record."""
 
-    def __init__(self, progress: Progress = lambda found: None) -> None:
-        self._columns: dict[str, list[NDArray[Any]]] = {name: [] for name in ("part", "offset", "length", "label")}
-        self._pending: list[tuple[int, int, int, int]] = []
+    def __init__(self, root: Path, progress: Progress = lambda found: None) -> None:
+        self.root = root
+        self.watched: list[Watched] = []
+        self._columns = {name: array("q") for name in ("part", "offset", "length", "label")}
         self._names = bytearray()
-        self._name_end: list[NDArray[np.int64]] = []
-        self._pending_ends: list[int] = []
+        self._name_end = array("q")
         self._progress = progress
-        self._count = 0
 
     def add(self, part: int, offset: int, length: int, label: int, name: str | None = None) -> None:
-        self._pending.append((part, offset, length, label))
+        for column, value in zip(self._columns.values(), (part, offset, length, label), strict=True):
+            column.append(value)
         if name is not None:
             self._names += os.fsencode(name)
-            self._pending_ends.append(len(self._names))
-        if len(self._pending) == _FLUSH:
-            self._flush()
+            self._name_end.append(len(self._names))
+        if not len(self._columns["part"]) % _REPORTED:
+            self._progress(len(self._columns["part"]))
 
-    def build(self, root: Path, watched: Sequence[Watched], class_names: Sequence[str]) -> Index:
-        self._flush()
-        columns: dict[str, Any] = {
-            name: np.concatenate(pieces).astype(_ARRAYS[name]) for name, pieces in self._columns.items()
-        }
-        ends = np.concatenate(self._name_end) if self._name_end else np.zeros(0, np.int64)
-        names = np.frombuffer(bytes(self._names), np.uint8)
-        return Index(str(root), tuple(watched), tuple(class_names), **columns, names=names, name_end=ends)
+    def add_parts(self, paths: Sequence[str], scan: Callable[[BinaryIO, int, str], Iterable[Found]]) -> None:
+        """Add and watch files that each hold many records, which `scan` finds in one of some size."""
+        for number, path in enumerate(paths):
+            self.watched.append(part := Watched.of(self.root, path))
+            with os.fdopen(open_regular(self.root / path), "rb") as file:
+                for found in scan(file, part.size, str(self.root / path)):
+                    self.add(number, *found)
 
-    def _flush(self) -> None:
-        rows = np.array(self._pending, np.int64).reshape(-1, 4)
-        for column, name in enumerate(self._columns):
-            self._columns[name].append(rows[:, column])
-        if self._pending_ends:
-            self._name_end.append(np.array(self._pending_ends, np.int64))
-        self._count += len(self._pending)
-        self._pending, self._pending_ends = [], []
-        self._progress(self._count)
-
-
-def fingerprint(index: Index, read: Callable[[int], bytes]) -> str:
-    """A hash of every label, length and name and of the bytes of a few records; paths and times do not enter."""
-    digest = blake2b(digest_size=16)
-    for array in (index.label, index.length, index.names, index.name_end):
-        digest.update(np.ascontiguousarray(array).data)
-        digest.update(b"/")
-    digest.update("\0".join(index.class_names).encode(errors="surrogateescape"))
-    for number in range(min(_SAMPLED, len(index))):
-        digest.update(read(number * len(index) // min(_SAMPLED, len(index))))
-    return digest.hexdigest()
+    def build(self, class_names: Sequence[str] = ()) -> Index:
+        columns: dict[str, Any] = {name: np.array(made).astype(_ARRAYS[name]) for name, made in self._columns.items()}
+        self._progress(len(self._columns["part"]))
+        return Index(
+            str(self.root),
+            tuple(self.watched),
+            tuple(class_names),
+            **columns,
+            names=np.frombuffer(bytes(self._names), np.uint8),
+            name_end=np.array(self._name_end, np.int64),
+        )
 
 
 def save_index(path: Path, index: Index) -> None:
@@ -209,9 +199,9 @@ def load_index(path: Path, root: Path) -> Index | None:
 def _hash(arrays: Mapping[str, NDArray[Any]], about: Mapping[str, str]) -> str:
     """A hash of everything that an index file says."""
     digest = blake2b(json.dumps(sorted(about.items())).encode(), digest_size=16)
-    for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.dtype} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).data)
+    for name, column in sorted(arrays.items()):
+        digest.update(f"{name} {column.dtype} {column.shape}".encode())
+        digest.update(np.ascontiguousarray(column).data)
     return digest.hexdigest()
 
 

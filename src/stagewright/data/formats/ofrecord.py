@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from stagewright.data.formats.index import MOST_CLASSES, Index, IndexBuilder, Progress, Watched
+from stagewright.data.formats.index import MOST_CLASSES, Index, IndexBuilder, Progress
 from stagewright.data.formats.records import DataError
-from stagewright.files import MOST_RECORD_BYTES, open_regular
+from stagewright.files import MOST_RECORD_BYTES
 
 IMAGE, LABEL = b"encoded", b"class/label"
 _LENGTH = struct.Struct("<q")
@@ -46,18 +46,13 @@ def list_parts(root: Path) -> list[str]:
     return [numbered[number] for number in range(len(numbered))]
 
 
-def scan_parts(root: Path, class_names: tuple[str, ...], progress: Progress) -> Index:
+def scan_parts(root: Path, parts: list[str], class_names: tuple[str, ...], progress: Progress) -> Index:
     """The index of a folder of parts: where each image is, and its label."""
-    parts = list_parts(root)
     if not parts:
         raise DataError(f"{root} contains no OFRecord parts; they are named part-00000, part-00001 and so on")
-    watched = [Watched.of(root, part) for part in parts]
-    builder = IndexBuilder(progress)
-    for number, part in enumerate(watched):
-        with os.fdopen(open_regular(root / part.path), "rb") as file:
-            for offset, length, label in scan_part(file, part.size, str(root / part.path)):
-                builder.add(number, offset, length, label)
-    return builder.build(root, watched, class_names)
+    builder = IndexBuilder(root, progress)
+    builder.add_parts(parts, scan_part)
+    return builder.build(class_names)
 
 
 def scan_part(file: BinaryIO, size: int, path: str) -> Iterator[tuple[int, int, int]]:

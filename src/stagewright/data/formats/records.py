@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-import threading
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +19,8 @@ from stagewright.data.formats.index import MOST_CLASSES, Index
 from stagewright.errors import UserError, counted
 from stagewright.files import MOST_RECORD_BYTES, open_regular, read_regular, too_large
 
+_MOST_OPEN = 256  # parts
+_SAMPLED = 64  # records whose bytes enter the fingerprint
 _IMAGE = re.compile(
     rb"\xff\xd8|\x89PNG|RIFF.{4}WEBP|GIF8|BM.{4}\0{4}|II[*+]\0|MM\0[*+]|P[1-7]\s", re.DOTALL
 )  # how a file of each format that is decoded begins
@@ -63,13 +65,13 @@ class Records(Protocol):
         """The record at an index; raises `BadRecordError` if it can't be used."""
         ...
 
-    def name(self, index: int) -> str:
-        """Where the record is stored, for messages."""
-        ...
 
+class FileRecords:
+    """Records that are files below one folder.
 
-class _Indexed:
-    """What follows from the index alone."""
+    Links are followed, also out of the folder: many data sets are folders of links. But what a link leads to outside is
+    used only if it begins as an image does, so that a data set can't have `data convert` copy other files of the user.
+    """
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -80,23 +82,13 @@ class _Indexed:
     def __len__(self) -> int:
         return len(self.index)
 
-
-class FileRecords(_Indexed):
-    """Records that are files below one folder.
-
-    Links are followed, also out of the folder: many data sets are folders of links. But what a link leads to outside is
-    used only if it begins as an image does, so that a data set can't have `data convert` copy other files of the user.
-    """
-
     def name(self, index: int) -> str:
+        """Where a record is stored, for messages."""
         return f"{self.index.root}/{self.index.name(index)}"
 
     def get(self, index: int) -> Record:
         name = self.name(index)
-        try:
-            data = read_regular(name)
-        except OSError as error:
-            raise BadRecordError(f"{name}: {error.strerror}; make it a readable image or remove it") from error
+        data = read_file(name, "make it a readable image or remove it")
         if not _IMAGE.match(data) and not self._is_inside(name):
             raise BadRecordError(f"{name}: is a link out of the data set to something that is not an image; remove it")
         return Record(data, int(self.index.label[index]), name)
@@ -106,17 +98,25 @@ class FileRecords(_Indexed):
         return os.path.commonpath((root, os.path.realpath(name))) == root
 
 
-class PartRecords(_Indexed):
-    """Records that are byte ranges of a few large files."""
+def read_file(name: str, advice: str) -> bytes:
+    """The bytes of a file of one record; what to do where it can't be read."""
+    try:
+        return read_regular(name)
+    except OSError as error:
+        raise BadRecordError(f"{name}: {error.strerror}; {advice}") from error
+
+
+class PartRecords(FileRecords):
+    """Records that are byte ranges of a few large files, of which a bounded number stays open; for any thread."""
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
-        self._parts = _OpenParts([f"{index.root}/{part.path}" for part in index.watched])
+        self._open: dict[int, int] = {}  # descriptors, by part
 
     def name(self, index: int) -> str:
         part = int(self.index.part[index])
         inside = self.index.name(index) or f"record {index - int(np.searchsorted(self.index.part, part))}"
-        return f"{self._parts.paths[part]}: {inside}"
+        return f"{self._path(part)}: {inside}"
 
     def get(self, index: int) -> Record:
         name, length, label = self.name(index), int(self.index.length[index]), int(self.index.label[index])
@@ -127,7 +127,7 @@ class PartRecords(_Indexed):
         if label < 0:
             raise BadRecordError(f"{name} has no class number from 0 to {MOST_CLASSES - 1}")
         try:
-            data = self._parts.read(int(self.index.part[index]), int(self.index.offset[index]), length)
+            data = self._read(int(self.index.part[index]), int(self.index.offset[index]), length)
         except OSError as error:
             raise BadRecordError(f"{name}: {error.strerror}") from error
         if len(data) != length:
@@ -136,41 +136,46 @@ class PartRecords(_Indexed):
             )
         return Record(data, label, name)
 
+    def _path(self, part: int) -> str:
+        return f"{self.index.root}/{self.index.watched[part].path}"
 
-class _OpenParts:
-    """Reads byte ranges of files from any thread; keeps a bounded number of files open."""
-
-    _MOST_OPEN = 256
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.paths = paths
-        self._open: dict[int, int] = {}
-        self._lock = threading.Lock()
-
-    def read(self, part: int, offset: int, length: int) -> bytes:
+    def _read(self, part: int, offset: int, length: int) -> bytes:
         descriptor = self._open.get(part)
         if descriptor is not None:
             return os.pread(descriptor, length, offset)
-        with self._lock:
-            if part not in self._open and len(self._open) < self._MOST_OPEN:
-                self._open[part] = open_regular(self.paths[part])
-        if part in self._open:
-            return os.pread(self._open[part], length, offset)
-        descriptor = open_regular(self.paths[part])
+        descriptor = open_regular(self._path(part))
+        is_kept = len(self._open) < _MOST_OPEN and self._open.setdefault(part, descriptor) == descriptor
         try:
             return os.pread(descriptor, length, offset)
         finally:
-            os.close(descriptor)
+            if not is_kept:  # another thread was first, or there are too many
+                os.close(descriptor)
 
     def __del__(self) -> None:
         for descriptor in self._open.values():
             os.close(descriptor)
 
 
+def fingerprint(records: FileRecords) -> str:
+    """A hash of every label, length and name and of the bytes of a few records; paths and times do not enter."""
+    index, digest = records.index, blake2b(digest_size=16)
+    for array in (index.label, index.length, index.names, index.name_end):
+        digest.update(np.ascontiguousarray(array).data)
+        digest.update(b"/")
+    digest.update("\0".join(index.class_names).encode(errors="surrogateescape"))
+    sampled = min(_SAMPLED, len(index))
+    for number in range(sampled):
+        with suppress(BadRecordError):
+            record = records.get(spread_index(number, sampled, len(index)))
+            digest.update(record.data + record.mask)
+    return digest.hexdigest()
+
+
 class Limited:
     """`limit` records of a data set, evenly spread over it so that classes keep their proportions."""
 
     def __init__(self, records: Records, limit: int) -> None:
+        require_limit(limit, len(records))
         self.classes = records.classes
         self.class_names = records.class_names
         self.fingerprint = f"{records.fingerprint}/{limit}"
@@ -180,14 +185,8 @@ class Limited:
     def __len__(self) -> int:
         return self._limit
 
-    def _inner(self, index: int) -> int:
-        return spread_index(index, self._limit, len(self._records))
-
     def get(self, index: int) -> Record:
-        return self._records.get(self._inner(index))
-
-    def name(self, index: int) -> str:
-        return self._records.name(self._inner(index))
+        return self._records.get(spread_index(index, self._limit, len(self._records)))
 
 
 def spread_index(index: int, limit: int, samples: int) -> int:

@@ -7,16 +7,15 @@ of 470 MiB, and a damaged header is an error, where `tarfile` silently ends the 
 from __future__ import annotations
 
 import json
-import os
 import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from stagewright.data.formats.index import MOST_CLASSES, Index, IndexBuilder, Progress, Watched
+from stagewright.data.formats.index import MOST_CLASSES, Index, IndexBuilder, Progress
 from stagewright.data.formats.records import DataError
-from stagewright.files import open_regular
 
 IMAGES = frozenset({"jpg", "jpeg", "png", "ppm", "webp", "bmp", "gif"})
 _BLOCK = 512
@@ -73,18 +72,14 @@ def list_shards(pattern: str) -> tuple[Path, list[str]]:
 
 def scan_shards(root: Path, shards: list[str], class_names: tuple[str, ...], progress: Progress) -> Index:
     """The index of some shards: where each image is, its label and its key."""
-    watched = [Watched.of(root, shard) for shard in shards]
+    builder = IndexBuilder(root, progress)
     numbers = {name: number for number, name in enumerate(class_names)}
-    builder = IndexBuilder(progress)
-    for number, shard in enumerate(watched):
-        with os.fdopen(open_regular(root / shard.path), "rb") as file:
-            for key, sample in scan_shard(file, shard.size, str(root / shard.path), numbers):
-                builder.add(number, sample.offset, sample.size, sample.label, key)
-    return builder.build(root, watched, class_names)
+    builder.add_parts(shards, partial(scan_shard, classes=numbers))
+    return builder.build(class_names)
 
 
-def scan_shard(file: BinaryIO, size: int, path: str, classes: Mapping[str, int]) -> Iterator[tuple[str, _Sample]]:
-    """The samples of a shard by key, in order of appearance; keys without an image are skipped."""
+def scan_shard(file: BinaryIO, size: int, path: str, classes: Mapping[str, int]) -> Iterator[tuple[int, int, int, str]]:
+    """Offset, length, label and key of each image of a shard, in order of appearance."""
     samples: dict[str, _Sample] = {}
     for member in members(file, size, path):
         key, kind = _key_and_kind(member.name)
@@ -98,7 +93,9 @@ def scan_shard(file: BinaryIO, size: int, path: str, classes: Mapping[str, int])
             sample.offset, sample.size = member.offset, member.size
         elif sample.label < 0:
             sample.label = _parse_class(_read(file, member, path), kind, classes)
-    yield from ((key, sample) for key, sample in samples.items() if sample.kinds & IMAGES)
+    for key, sample in samples.items():
+        if sample.kinds & IMAGES:
+            yield sample.offset, sample.size, sample.label, key
 
 
 def _key_and_kind(name: str) -> tuple[str, str]:

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from stagewright.config.sources import SourceOptions
 from stagewright.data.formats.fields import IGNORED, IMAGES, SAMPLES, Fields, Indices
 from stagewright.errors import UserError, first_line
 
@@ -96,6 +97,10 @@ class TensorSource:
                     f"and {IGNORED} and --ignore-index are ignored; store numbers that are no classes as floats"
                 )
         return largest + 1
+
+
+def open_tensors(text: str, options: SourceOptions) -> TensorSource:
+    return TensorSource(text.partition(":")[2], options.ignore_index)
 
 
 def is_target(name: str) -> bool:

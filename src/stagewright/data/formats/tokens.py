@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stagewright.config.sources import SourceOptions
 from stagewright.data.formats.fields import Fields, Indices, Unit
 from stagewright.data.formats.records import DataError
 from stagewright.errors import counted, first_line
@@ -169,6 +170,10 @@ class TokenSource:
         for number in range(_SAMPLED):
             digest.update(os.pread(self._file, _SAMPLE_BYTES, (self._size - 1) * number // (_SAMPLED - 1) & ~4095))
         return digest.hexdigest()
+
+
+def open_tokens(text: str, options: SourceOptions) -> TokenSource:
+    return TokenSource(text.partition(":")[2], options.context)
 
 
 @lru_cache(maxsize=8)

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from stagewright.config.sources import kind_of
 from stagewright.errors import counted, printable
 from stagewright.hardware.doctor.finding import Finding, Grade, finding_lines
 from stagewright.hardware.doctor.gpus import gpu_findings, read_states, topology_findings
@@ -29,7 +30,6 @@ from stagewright.hardware.gpu import visible
 from stagewright.runtime.multinode.nodes import DEFAULT_PORT
 from stagewright.voice import SILENT, Voice
 
-_FILES = ("folder:", "ofrecord:", "segmentation:", "table:", "tensors:", "tokens:")  # kinds that name one path
 _LEAST_WIDTH, _MOST_WIDTH = 40, 100  # of what is printed
 
 
@@ -69,7 +69,9 @@ def check_machine(data: str | None, *, measures: bool, voice: Voice = SILENT) ->
     read = None
     if data is not None:
         voice.progress(f"reading {data}")
-        read = read_disk(Path(data.partition(":")[2] if data.startswith(_FILES) else data))
+        kind = kind_of(data)
+        is_path = ":" in data and kind is not None and kind.is_path
+        read = read_disk(Path(data.partition(":")[2] if is_path else data))
     voice.progress("system and GPUs")
     found = read_environment()
     states, peers = read_states()

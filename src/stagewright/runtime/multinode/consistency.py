@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed import Store
 
 from stagewright import __version__
+from stagewright.config.sources import SourceOptions
 from stagewright.config.toml import as_tables
 from stagewright.data.own import open_own
 from stagewright.objects import is_given, load_object
@@ -75,9 +76,8 @@ def _of_objects(job: Job) -> dict[str, str]:
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         found["model weights (torch.manual_seed before the model makes them equal)"] = digest.hexdigest()
     if is_given(source := config.data.source):
-        name = source.partition(":")[2]
-        own = open_own(name, config.run.seed, config.loss.ignore_index, config.data.limit)
-        found["data fingerprint"] = own.fingerprint
+        options = SourceOptions(seed=config.run.seed, ignore_index=config.loss.ignore_index, limit=config.data.limit)
+        found["data fingerprint"] = open_own(source, options).fingerprint
     return found
 
 

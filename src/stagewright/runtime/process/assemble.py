@@ -13,12 +13,12 @@ from torch import nn
 
 from stagewright.config.optimizers import sees_tensors
 from stagewright.config.sections import Config
-from stagewright.data.datasets import names_images
+from stagewright.config.sources import SourceOptions, names_images
 from stagewright.data.loader import Loader, make_loaders
 from stagewright.data.on_device import require_cacheable, torchcodec_decoder
 from stagewright.data.order import EvaluationSampler, Order, ReplicaSlice, TrainingSampler
 from stagewright.data.pool import Decode, LoaderOptions
-from stagewright.data.sources import ImageOptions, ImageSource, Source, open_source
+from stagewright.data.sources import ImageSource, Source, open_source
 from stagewright.events import Emit, Replaced, Skipped
 from stagewright.model.call import Inputs
 from stagewright.model.chain import Chain
@@ -57,36 +57,27 @@ def open_data(config: Config, text: str) -> Source:
     assert config.model.classes is not None and data.image is not None
     if Decode(data.decode) is Decode.GPU and names_images(text):
         torchcodec_decoder(torch.device(config.run.device))  # an error where torchcodec is missing
-    limit = data.limit if text == data.source else None
-    options = ImageOptions(
+    entry = find_entry(config.model.name) if text == "synthetic" else None
+    options = SourceOptions(
+        data.image,
         data.crop,
         data.normalize,
         data.jitter,
         data.cutout,
         data.class_names,
-        limit,
-        data.learnable,
+        data.limit if text == data.source else None,
         data.context,
         config.loss.ignore_index,
-        _channels(config) if text == "synthetic" else 3,
+        data.samples,
+        config.model.classes,
+        config.run.seed,
+        data.learnable,
+        3 if entry is None else entry.channels,  # of the images that the model takes, as far as its name tells
     )
-    source = open_source(
-        text,
-        samples=data.samples,
-        classes=config.model.classes,
-        image=data.image,
-        seed=config.run.seed,
-        options=options,
-    )
+    source = open_source(text, options)
     if Decode(data.decode) is Decode.ONCE and isinstance(source, ImageSource):
         require_cacheable(source)
     return source
-
-
-def _channels(config: Config) -> int:
-    """Of the images that the model takes, as far as its name tells."""
-    entry = find_entry(config.model.name)
-    return 3 if entry is None else entry.channels
 
 
 @dataclass(frozen=True, slots=True)

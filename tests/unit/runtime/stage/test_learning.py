@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from stagewright.api.training import train
-from stagewright.data.sources import ImageOptions, open_source
+from stagewright.config.sources import SourceOptions
+from stagewright.data.sources import open_source
 from stagewright.errors import RunFailed
 from stagewright.runtime.stage import optimizer
 from stagewright.runtime.stage.versions import Slot, VersionRing
@@ -36,10 +37,7 @@ _RECOVERED = (0.3, 0.75)  # of that cost, by extrapolation
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Photographs, eight pixels wide."""
-    options = ImageOptions(limit=_SAMPLES)
-    source = open_source(
-        f"ofrecord:{shared_file('data/cifar10/train')}", samples=0, classes=10, image=32, seed=0, options=options
-    )
+    source = open_source(f"ofrecord:{shared_file('data/cifar10/train')}", SourceOptions(limit=_SAMPLES))
     pictures, labels = source.batch(np.arange(_SAMPLES)).values()
     path = tmp_path_factory.mktemp("learning") / "images.safetensors"
     save_file({"images": avg_pool2d(pictures, 4).contiguous(), "labels": labels}, path)
