@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,6 @@ def batches_of(data: Any) -> Iterable[Any] | None:
     if isinstance(data, DataLoader | IterableDataset):
         return data
     return data if isinstance(data, Iterable) and not isinstance(data, str | tuple | Samples) else None
-
-
-def chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
 
 
 def where_called() -> str:

@@ -21,23 +21,17 @@ from rich.console import Console
 from torch import Tensor
 
 from stagewright.config.sections import Config
-from stagewright.data.formats.tensors import is_target
-from stagewright.data.loader import Loader, make_loaders
-from stagewright.data.order import AugmentSeed, EvaluationSampler, Indices, Order, ReplicaSlice
-from stagewright.data.sources import Source
 from stagewright.errors import Interrupted, RunFailed, UserError, printable
 from stagewright.report.live.terminal import say
 from stagewright.run.opening import Launch, Opening
 from stagewright.run.train import Host, begun, headline, hosted, run
 from stagewright.runtime.checkpoint.history import History, read_history
 from stagewright.runtime.job import Job
-from stagewright.runtime.precision import precision_of
-from stagewright.runtime.process.assemble import ScriptParts, loader_options
+from stagewright.runtime.process.assemble import ScriptParts
 from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.external import find_rank
 from stagewright.runtime.process.session import Session
 from stagewright.runtime.process.torch_flags import keep_freed_memory, preserved_flags
-from stagewright.runtime.script.feed import Batches, BatchLoader
 from stagewright.voice import Voice
 
 WriteStates = Callable[[list[dict[str, Tensor]]], object]
@@ -57,6 +51,7 @@ class Ranks(Protocol):
     def call(self, what: str, where: str, contents: str = "") -> None: ...
     def save(self, write: WriteStates) -> None: ...
     def close(self) -> None: ...
+    def abandon(self, error: BaseException) -> None: ...
 
 
 def launch_script(given: Config | Opening) -> NoReturn:
@@ -137,70 +132,6 @@ class Local:
         """End without a result, because of an error."""
         with suppress(BaseException):  # it is raised where it came from
             self._stack.__exit__(type(error), error, error.__traceback__)
-
-
-@dataclass(frozen=True, slots=True)
-class EpochSampler:
-    """The microbatches of one epoch of a script, in the order that `stagewright train` would have for it."""
-
-    order: Order
-    epoch: int
-    first: int  # the number of its first batch in the whole run
-    microbatches: int
-
-    @property
-    def size(self) -> int:
-        return self.order.batch // self.microbatches
-
-    def indices(self, number: int) -> Indices:
-        within = number - self.first * self.microbatches
-        return self.order.microbatch(self.epoch * self.order.batches * self.microbatches + within, self.microbatches)
-
-    def augment_seed(self, number: int) -> AugmentSeed:
-        return AugmentSeed(self.order.seed, self.epoch)
-
-
-def loads_samples(session: Session) -> bool:
-    """Whether a rank of this process is of the first stage."""
-    return any(worker.rank in session.plan.stages[0].ranks for worker in session.workers)
-
-
-def epoch_loader(session: Session, source: Source, sampler: EpochSampler, last: int) -> Loader | None:
-    """What loads an epoch of a source up to batch `last`; None where no rank of this process does."""
-    plan = session.plan
-    # One loader serves every emulated rank, so it takes each microbatch, not each r-th.
-    step = plan.stages[0].replicas if len(session.workers) == 1 else 1
-    return _loader(session, source, ReplicaSlice(sampler, step, plan.boundary(last)))
-
-
-def evaluation_loader(session: Session, source: Source) -> Loader | None:
-    """What loads every sample of a source once."""
-    plan = session.plan
-    step = plan.stages[0].replicas if len(session.workers) == 1 else 1
-    pieces = EvaluationSampler(len(source), plan.samples)
-    return _loader(session, source, ReplicaSlice(pieces, step, -(-len(source) // plan.samples)))
-
-
-def batch_loader(session: Session, batches: Batches) -> Loader | None:
-    """What loads a script's own batches."""
-    if not loads_samples(session):
-        return None
-    config = session.job.config
-    dtype = precision_of(config).weights
-    targets = tuple(value.name for value in session.job.training.fields if is_target(value.name))
-    return BatchLoader(batches, targets, dtype, _device_of(session))
-
-
-def _loader(session: Session, source: Source, numbers: ReplicaSlice) -> Loader | None:
-    if not loads_samples(session):
-        return None
-    worker = next(worker for worker in session.workers if worker.rank in session.plan.stages[0].ranks)
-    options = loader_options(session.job, worker.rank, worker.emit, _device_of(session))
-    return make_loaders(options, (source, numbers))[0]
-
-
-def _device_of(session: Session) -> torch.device:
-    return next(iter(session.workers[0].replicas.values())).device.device
 
 
 @dataclass(frozen=True, slots=True)

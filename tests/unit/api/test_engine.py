@@ -18,7 +18,7 @@ import stagewright
 from stagewright import Engine
 from stagewright.data.order import Order, TrainingSampler, permutation
 from stagewright.errors import UserError
-from stagewright.run.script import EpochSampler
+from stagewright.runtime.script.feed import EpochSampler
 
 BATCH, SAMPLES, EPOCHS = 8, 44, 2  # five batches an epoch, and four samples that are dropped
 STAGES = {"placement": "0:0-1.0:2", "cut": "3", "mode": "stale", "staleness": 1, "emulate": True, "microbatches": 4}
@@ -350,7 +350,7 @@ def test_bad_arguments_are_refused_in_one_line(tmp_path: Path) -> None:
         make_engine(tmp_path, placment="0:0")
     with pytest.raises(UserError, match="leave the loop"):
         make_engine(tmp_path, steps=3)
-    with pytest.raises(UserError, match=r"SGD object.*lambda params"):
+    with pytest.raises(UserError, match=r"SGD of parameters.*lambda parameters"):
         make_engine(tmp_path, model, optimizer=make_optimizer(model.parameters()))
     with pytest.raises(UserError, match="holds 8 other tensors"):
         make_engine(tmp_path, optimizer=lambda params: make_optimizer(model.parameters()))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -87,7 +87,7 @@ class Session:
         """Make replicas equal, before the first batch."""
         self.finish(Worker.begin)
 
-    def train(self, stop: int, feed: Feed | None = None) -> Iterator[BatchDone | None]:
+    def train(self, stop: int, feed: Feed | None = None) -> Generator[BatchDone | None]:
         """Train up to batch `stop`, or as far as the feed has batches; a script's loop gets every batch that is done.
 
         None: the script has to give the next batch. Leaving early trains what was begun.
@@ -170,26 +170,25 @@ class Session:
 
     # --- Between batches ----------------------------------------------------------------------------------------------
 
-    def evaluate(
-        self,
-        evaluation: Evaluation,
-        scorer: Callable[[], Scorer],
-        loader: Loader | None = None,
-        *,
-        shares: bool = True,
-    ) -> Evaluated | None:
-        """Score data on the newest weights; the same result on every rank, where they share what each has found.
+    def evaluate(self, evaluation: Evaluation, scorer: Callable[[], Scorer], loader: Loader | None = None) -> Evaluated:
+        """Score data on the newest weights; the same result on every rank.
 
         The samples come from `loader`, or as the job says.
         """
+        return self._score(evaluation, scorer, loader, shares=True)[0]
+
+    def _score(
+        self, evaluation: Evaluation, scorer: Callable[[], Scorer], loader: Loader | None = None, *, shares: bool
+    ) -> list[Evaluated]:
+        """Score data; the same result on each rank, where they share what each has found."""
         self.drain()
         key, last_ranks = f"scores/{self._evaluations}", self.plan.stages[-1].ranks
         self._evaluations += 1
         found: list[Evaluated] = []
 
         def score(worker: Worker) -> Iterator[Item]:
-            given = scorer() if worker.rank in last_ranks else None
-            score = yield from worker.score(evaluation, given, worker.evaluation_loader if loader is None else loader)
+            own = scorer() if worker.rank in last_ranks else None
+            score = yield from worker.score(evaluation, own, worker.evaluation_loader if loader is None else loader)
             if score is not None:
                 worker.emit(Scored(worker.rank, self.done, score))
             if shares:
@@ -199,13 +198,12 @@ class Session:
         self.finish(score)
         if loader is not None:
             loader.close()
-        return found[0] if shares else None
+        return found
 
     def _compare(self, evaluation: Evaluation) -> None:
         """Evaluate as the job says, and find out whether this is the best so far."""
         scorer = partial(make_scorer, self.job.config.run.metrics, self.job.loss)
-        evaluated = self.evaluate(evaluation, scorer, shares=self.best is not None)
-        if evaluated is not None:
+        for evaluated in self._score(evaluation, scorer, shares=self.best is not None)[:1]:
             for worker in self.workers:
                 worker.best = worker.best and worker.best.after(evaluated)
 

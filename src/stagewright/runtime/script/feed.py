@@ -1,29 +1,39 @@
-"""The batches that a script brings itself: taken from any iterable as they are needed, or given one at a time.
+"""Where the samples of a script's loop come from: a data set, an epoch at a time, or batches that it brings itself.
 
-Every rank of the script brings the same batches. The first stage trains on its own ones; all others only look at them,
-to know how many there are and to tell the supervisor what they look like (`fingerprint`).
+These are taken from any iterable as they are needed, or given one at a time. Every rank of the script brings the same.
+The first stage trains on its own ones; all others only look at them, to know how many there are and to tell the
+supervisor what they look like (`fingerprint`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stagewright.data.formats.fields import Fields, cast
+from stagewright.data.formats.tensors import is_target
+from stagewright.data.loader import Loader, make_loaders
+from stagewright.data.order import AugmentSeed, EvaluationSampler, Indices, Order, ReplicaSlice
 from stagewright.data.own import fields_of
+from stagewright.data.sources import Source
 from stagewright.errors import UserError
 from stagewright.runtime.job import Job
+from stagewright.runtime.precision import precision_of
+from stagewright.runtime.process.assemble import loader_options
+from stagewright.runtime.process.session import Session
+from stagewright.runtime.stage.worker import Worker
 
 _SAMPLED = 64  # numbers of each field that a fingerprint is made of
 Told = Callable[[int, str], None]
 
 
 class Batches:
-    """Batches by number, from the first that is given; `has` is what a `ScriptGate` asks."""
+    """Batches by number, from the first that is given; `has` is what a gate asks."""
 
     def __init__(
         self,
@@ -105,6 +115,62 @@ class Batches:
                     f"field '{name}' of batch {self._next} is {list(fields[name].shape)}, a batch of the run "
                     f"{[size, *value.shape[1:]]}; give batches of one shape (pad them)"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class EpochSampler:
+    """The microbatches of one epoch of a script, in the order that `stagewright train` would have for it."""
+
+    order: Order
+    epoch: int
+    first: int  # the number of its first batch in the whole run
+    microbatches: int
+
+    @property
+    def size(self) -> int:
+        return self.order.batch // self.microbatches
+
+    def indices(self, number: int) -> Indices:
+        within = number - self.first * self.microbatches
+        return self.order.microbatch(self.epoch * self.order.batches * self.microbatches + within, self.microbatches)
+
+    def augment_seed(self, number: int) -> AugmentSeed:
+        return AugmentSeed(self.order.seed, self.epoch)
+
+
+def epoch_loader(session: Session, source: Source, sampler: EpochSampler, last: int) -> Loader | None:
+    """What loads an epoch of a source up to batch `last`; None where no rank of this process does."""
+    return _loader(session, source, sampler, session.plan.boundary(last))
+
+
+def evaluation_loader(session: Session, source: Source) -> Loader | None:
+    """What loads every sample of a source once."""
+    samples = session.plan.samples
+    return _loader(session, source, EvaluationSampler(len(source), samples), -(-len(source) // samples))
+
+
+def batch_loader(session: Session, batches: Batches) -> Loader | None:
+    """What loads a script's own batches."""
+    worker = loading_worker(session)
+    if worker is None:
+        return None
+    targets = tuple(value.name for value in session.job.training.fields if is_target(value.name))
+    return BatchLoader(batches, targets, precision_of(session.job.config).weights, worker.device)
+
+
+def loading_worker(session: Session) -> Worker | None:
+    """The first worker of this process whose rank is of the first stage, if there is one."""
+    return next((worker for worker in session.workers if worker.rank in session.plan.stages[0].ranks), None)
+
+
+def _loader(session: Session, source: Source, sampler: EpochSampler | EvaluationSampler, stop: int) -> Loader | None:
+    worker = loading_worker(session)
+    if worker is None:
+        return None
+    # One loader serves every emulated rank, so it takes each microbatch, not each r-th.
+    step = session.plan.stages[0].replicas if len(session.workers) == 1 else 1
+    options = loader_options(session.job, worker.rank, worker.emit, worker.device)
+    return make_loaders(options, (source, ReplicaSlice(sampler, step, stop)))[0]
 
 
 class BatchLoader:

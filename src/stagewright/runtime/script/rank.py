@@ -67,6 +67,9 @@ class ScriptRank(Rank):
             self._store.set(written, "")
         self._store.wait([written])
 
+    def abandon(self, error: BaseException) -> None:
+        """The error is reported where it ends the script (`fail`)."""
+
     def _failure(self, error: BaseException) -> Failure:
         """An error of the script's own code names its file and line; a restart would meet it again."""
         frames = traceback.extract_tb(error.__traceback__)

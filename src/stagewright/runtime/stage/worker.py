@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import Store
 
@@ -116,6 +117,11 @@ class Worker:
             Op.AGREE: self._agree,
             Op.UPDATE: self._update,
         }
+
+    @property
+    def device(self) -> torch.device:
+        """Where its replicas are."""
+        return next(iter(self.replicas.values())).device.device
 
     def begin(self) -> Iterator[Pending]:
         """Before the first batch: replicas, and homes of tied parameters, begin equal."""

@@ -14,7 +14,7 @@ from stagewright.events import Evaluated, Step, encode
 from stagewright.runtime.checkpoint.history import history_of, parse_history, read_history
 from stagewright.runtime.job import Job
 from stagewright.runtime.script.feed import Batches, fingerprint
-from stagewright.runtime.script.rates import Panel, Rates
+from stagewright.runtime.script.rates import Panel, ScriptRates
 from tests.parity import Case, make_job
 
 
@@ -86,7 +86,7 @@ def make_stage(round: int) -> object:
 
 
 def test_a_scheduler_knows_the_rates_of_batches_ahead(job: Job) -> None:
-    rates = Rates(panel(), lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.5))
+    rates = ScriptRates(panel(), lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.5))
     rates.panel.begin(job.plan.microbatches, 3)
     rates.advance(0, job.plan)
     assert [rates.panel.rate(batch) for batch in range(3)] == [0.4, 0.4, 0.2]
