@@ -1,10 +1,11 @@
-"""Actions as text, and text as actions."""
+"""Actions as text."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagewright.schedule.action import Action, Op, parse_action, parse_program
+from stagewright.schedule.action import Action, Op
+from tests.actions import parse_action, parse_program
 
 number = st.integers(0, 10**12)
 absent = st.none()
@@ -60,36 +61,3 @@ def test_a_program_is_actions_between_spaces() -> None:
     text = " ".join(EXAMPLES)
     assert parse_program(text, rank=5) == list(EXAMPLES.values())
     assert parse_program(" 0F0@0\n0B0@0 ", rank=1) == [Action(Op.FORWARD, 1, 0, 0, 0), Action(Op.BACKWARD, 1, 0, 0, 0)]
-
-
-@pytest.mark.parametrize("text", ["", "F3@2", "0X3@2", "0F3@", "0F3 @2", "0f3@2", "-1F3@2", "0F3@2x", "0SA3>"])
-def test_what_is_no_action_at_all(text: str) -> None:
-    with pytest.raises(ValueError, match=f"^'{text}' is not an action; an action looks like 0F3@2"):
-        parse_action(text, rank=0)
-
-
-@pytest.mark.parametrize(
-    ("text", "op"),
-    [
-        ("0F@2", "FORWARD"),
-        ("0B3", "BACKWARD"),
-        ("0F3@2>1", "FORWARD"),
-        ("0SA3", "SEND_ACT"),
-        ("0SA3<7", "SEND_ACT"),
-        ("0RA3>7", "RECV_ACT"),
-        ("0SG3@1>7", "SEND_GRAD"),
-        ("0RG<7", "RECV_GRAD"),
-        ("0U", "UPDATE"),
-        ("0R3@1", "REDUCE"),
-        ("0A@1<2", "AGREE"),
-    ],
-)
-def test_an_action_with_the_wrong_parts(text: str, op: str) -> None:
-    with pytest.raises(ValueError, match=f"^'{text}' has the wrong parts for {op}; compare"):
-        parse_action(text, rank=0)
-
-
-def test_a_long_text_is_quoted_in_part() -> None:
-    with pytest.raises(ValueError) as error:
-        parse_action("0F" + "x" * 5000, rank=0)
-    assert len(str(error.value)) < 120

@@ -8,10 +8,11 @@ import pytest
 from stagewright.cluster.placement import parse_placement
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan, TiedParameter
-from stagewright.schedule.action import Action, parse_action, parse_program
+from stagewright.schedule.action import Action
 from stagewright.schedule.check import ScheduleError, check, check_programs, execution_order, representative_span
 from stagewright.schedule.lower import program
 from stagewright.schedule.requires import requires
+from tests.actions import parse_action, parse_program
 
 SPAN = range(12)
 

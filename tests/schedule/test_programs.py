@@ -5,9 +5,10 @@ import pytest
 from stagewright.cluster.placement import parse_placement
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan
-from stagewright.schedule.action import SENDS, TRANSFERS, Op, parse_program
+from stagewright.schedule.action import SENDS, TRANSFERS, Op
 from stagewright.schedule.lower import evaluation_program, program
 from stagewright.schedule.policy import overlapped_backward, overlaps
+from tests.actions import parse_program
 
 FOUR_STAGES = "0:0.0:1.0:2.0:3"
 

@@ -114,25 +114,28 @@ def describe_fault(
     killed = sorted((ended for ended in exits if ended.code < 0), key=lambda ended: ended.rank)
     users = [failure for failure in primary if failure.is_users]
     if users or (primary and not killed):
-        return _raised(plan, (users or primary)[0])
+        first = (users or primary)[0]
+        if first.is_users and first.action is None:
+            return Fault(first.cause.removeprefix(f"{first.error}: "), is_final=True)
+        return Fault(_told(plan, first, "failed", f": {first.cause}"), first.is_users, is_raised=True)
     if killed:
-        first = killed[0]
-        name = plan.name_replica(first.rank, first.stage)
-        return Fault(f"{name} was killed by {_signal_name(-first.code)} at {first.action or 'start'}")
+        return Fault(_told(plan, killed[0], f"was killed by {_signal_name(-killed[0].code)}"))
     if hung:
-        name = plan.name_replica(hung[0].rank, hung[0].stage)
-        return Fault(f"{name} hangs at {hung[0].action or 'start'}: {hung[0].cause}")
+        return Fault(_told(plan, hung[0], "hangs", f": {hung[0].cause}"))
     if lost:
         return Fault(lost[0])
     silent = [ended for ended in exits if ended.rank not in {failure.rank for failure in failures}]
     if silent:  # its peers noticed, and say so
-        first = silent[0]
-        name, where = plan.name_replica(first.rank, first.stage), first.action or "start"
-        said = f"; its last line: {first.last_line}" if first.last_line else " without an error message"
-        return Fault(f"{name} exited with code {first.code} at {where}{said}", is_raised=True)
+        line = silent[0].last_line
+        said = f"; its last line: {line}" if line else " without an error message"
+        return Fault(_told(plan, silent[0], f"exited with code {silent[0].code}", said), is_raised=True)
     if failures:
         return Fault(f"{plan.name_replica(failures[0].rank)} failed: {failures[0].cause}")
     return Fault("a rank exited without an error message")
+
+
+def _told(plan: Plan, seen: Failure | RankExit | HungRank, what: str, why: str = "") -> str:
+    return f"{plan.name_replica(seen.rank, seen.stage)} {what} at {seen.action or 'start'}{why}"
 
 
 def log_fault(folder: Path, fault: Fault, failures: Sequence[Failure]) -> bool:
@@ -202,13 +205,6 @@ def failure_of(
         is_users=is_full or isinstance(error, UserError | torch.OutOfMemoryError),
         traceback="".join(traceback.format_exception(error)),
     )
-
-
-def _raised(plan: Plan, failure: Failure) -> Fault:
-    if failure.is_users and failure.action is None:
-        return Fault(failure.cause.removeprefix(f"{failure.error}: "), is_final=True)
-    name = plan.name_replica(failure.rank, failure.stage)
-    return Fault(f"{name} failed at {failure.action or 'start'}: {failure.cause}", failure.is_users, is_raised=True)
 
 
 def _text_and_stage(action: Action | None) -> tuple[str | None, int | None]:

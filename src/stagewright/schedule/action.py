@@ -1,8 +1,7 @@
-"""One step of one rank, as a value that prints and parses as text."""
+"""One step of one rank, as a value that prints as text."""
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -52,29 +51,3 @@ class Action(NamedTuple):
         arrow = ">" if self.op in SENDS else "<"
         peer = "" if self.peer is None else f"{arrow}{self.peer}"
         return f"{self.stage}{self.op}{microbatch}{version}{peer}"
-
-
-_ACTION = re.compile(r"([0-9]+)(F|B|SA|RA|SG|RG|R|T|A|U)([0-9]+)?(?:@([0-9]+))?(?:([<>])([0-9]+))?")
-
-
-def parse_action(text: str, rank: int) -> Action:
-    """Read the text of one action of a rank."""
-    match = _ACTION.fullmatch(text)
-    if match is None:
-        raise ValueError(f"'{text[:40]}' is not an action; an action looks like 0F3@2 or 0SA3>7")
-    op = Op(match[2])
-    expected = (
-        op in PASSES + TRANSFERS,
-        op not in TRANSFERS,
-        ">" if op in SENDS else "<" if op in RECEIVES else None,
-    )
-    is_evaluation = op is Op.FORWARD and match[4] is None
-    if (match[3] is not None, match[4] is not None or is_evaluation, match[5]) != expected:
-        raise ValueError(f"'{text[:40]}' has the wrong parts for {op.name}; compare 0F3@2, 0SA3>7, 1RA3<0 and 0U@4")
-    microbatch, version, peer = (None if part is None else int(part) for part in (match[3], match[4], match[6]))
-    return Action(op, rank, int(match[1]), microbatch, version, peer)
-
-
-def parse_program(text: str, rank: int) -> list[Action]:
-    """Read one rank's program: actions between spaces."""
-    return [parse_action(word, rank) for word in text.split()]

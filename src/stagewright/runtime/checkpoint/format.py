@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -185,11 +185,8 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
 
 def hash_file(path: Path) -> str:
     """The hash of a file, as `write_shard` returns it."""
-    digest = hashlib.blake2b(digest_size=32)
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=32)).hexdigest()
 
 
 def sync_folder(path: Path) -> None:

@@ -56,15 +56,13 @@ def frozen_of(replica: Replica) -> dict[str, Tensor]:
 
 def own_flats(replica: Replica, rank: int) -> list[tuple[str, Tensor]]:
     """The flat tensors that this rank writes."""
-    index = replica.stage.ranks.index(rank)
-    return [flat for number, flat in enumerate(flats_of(replica)) if number % replica.stage.replicas == index]
+    return list(flats_of(replica))[replica.stage.ranks.index(rank) :: replica.stage.replicas]
 
 
 def own_state(replica: Replica, rank: int) -> list[tuple[str, Mapping[str, Tensor]]]:
     """The state of a user's optimizer that this rank writes, by kind; what it keeps may change from batch to batch."""
-    index = replica.stage.ranks.index(rank)
     kinds = sorted(replica.optimizer.named_state().items())
-    return [kind for number, kind in enumerate(kinds) if number % replica.stage.replicas == index]
+    return kinds[replica.stage.ranks.index(rank) :: replica.stage.replicas]  # type: ignore[return-value]
 
 
 class DiskSaver(Saver):

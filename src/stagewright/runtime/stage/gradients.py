@@ -97,11 +97,6 @@ class GradientBuffers:
         """By what `finish` multiplies a gradient, before it clips."""
         return 1.0 if self._options.divisor is not None else self._options.factor  # a count is of the stage's round
 
-    @property
-    def open_updates(self) -> list[int]:
-        """The updates whose gradient has begun and is not released."""
-        return list(self._open)
-
     @contextmanager
     def accumulating(
         self,
