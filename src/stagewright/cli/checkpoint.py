@@ -13,7 +13,7 @@ from stagewright.events import File
 from stagewright.metrics import MIB
 from stagewright.report.columns import Column
 from stagewright.report.live.progress import ProgressLine
-from stagewright.report.live.terminal import open_console, print_lines, print_table
+from stagewright.report.live.terminal import answer, open_console, print_lines, print_table
 from stagewright.run.export import export_checkpoint
 from stagewright.run.resume import BEST, find_checkpoint, named_folder
 from stagewright.runtime.checkpoint.folder import Checkpoint, best_folder, list_folders, open_checkpoint
@@ -38,14 +38,12 @@ def run_list(parsed: argparse.Namespace) -> None:
             continue
         except CheckpointError as error:
             rows.append({"folder": str(folder), "batch": int(folder.name), "damaged": str(error)})
-    if parsed.json:
-        print(json.dumps({"checkpoints": rows}))
-        return
+    lines = []
     for row in rows:
         about = row.get("damaged") or f"epoch {row['epoch'] + 1}  {row['bytes'] / MIB:9.1f} MiB  {row['plan']}"
-        print_lines(f"step {row['batch']:8}  {about}{'  best' if row.get('is_best') else ''}")
-    if not rows:
-        print_lines(f"{parsed.path} has no checkpoints; train with --checkpoint-every or --checkpoint-minutes")
+        lines.append(f"step {row['batch']:8}  {about}{'  best' if row.get('is_best') else ''}")
+    none = f"{parsed.path} has no checkpoints; train with --checkpoint-every or --checkpoint-minutes"
+    answer({"checkpoints": rows}, *(lines or [none]), as_json=parsed.json)
 
 
 def run_show(parsed: argparse.Namespace) -> None:
@@ -91,11 +89,9 @@ def run_verify(parsed: argparse.Namespace) -> None:
             gone.append(int(folder.name))
         except CheckpointError as error:
             damaged.append(str(error))
-    if parsed.json:
-        print(json.dumps({"whole": whole, "damaged": damaged, "gone": gone}))
-    elif not damaged:
-        deleted = f"; deleted meanwhile: {', '.join(map(str, gone))}" if gone else ""
-        print_lines(f"{len(whole)} intact: {', '.join(map(str, whole)) or 'none'}{deleted}")
+    deleted = f"; deleted meanwhile: {', '.join(map(str, gone))}" if gone else ""
+    line = f"{len(whole)} intact: {', '.join(map(str, whole)) or 'none'}{deleted}"
+    answer({"whole": whole, "damaged": damaged, "gone": gone}, *([] if damaged else [line]), as_json=parsed.json)
     if damaged:
         raise UserError(f"{len(damaged)} of {len(whole) + len(damaged)} checkpoints are damaged; {damaged[0]}")
 
@@ -105,10 +101,8 @@ def run_export(parsed: argparse.Namespace) -> None:
     checkpoint = find_checkpoint(f"{parsed.path}/{BEST}" if parsed.best else parsed.path).checkpoint
     with ProgressLine(f"writing {parsed.target}"):
         path = export_checkpoint(checkpoint, Path(parsed.target), parsed.weights)
-    if parsed.json:
-        print(json.dumps({"file": str(path), "batch": checkpoint.batch, "checkpoint": str(checkpoint.folder)}))
-    else:
-        print_lines(f"weights after step {checkpoint.batch}: {path}")
+    found = {"file": str(path), "batch": checkpoint.batch, "checkpoint": str(checkpoint.folder)}
+    answer(found, f"weights after step {checkpoint.batch}: {path}", as_json=parsed.json)
 
 
 def _folders(text: str) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from stagewright.data.survey import Survey, draw_sheet, survey
 from stagewright.errors import UserError, counted
 from stagewright.metrics import MIB
 from stagewright.report.live.progress import ProgressLine
-from stagewright.report.live.terminal import open_console, print_lines
+from stagewright.report.live.terminal import answer, open_console
 
 _TEXT = "text:"
 _PER_PART = 5000  # records of a part or shard
@@ -40,13 +39,10 @@ def run_inspect(parsed: argparse.Namespace) -> None:
     sheet = parsed.sheet if len(found.bad) < found.looked_at else None
     if sheet is not None:
         draw_sheet(source, parsed.seed, Path(sheet))
-    if parsed.json:
-        print(json.dumps(asdict(found) | {"sheet": sheet}))
-    else:
-        _show(found, sheet)
+    answer(asdict(found) | {"sheet": sheet}, *_about(found, sheet), as_json=parsed.json)
 
 
-def _show(found: Survey, sheet: str | None) -> None:
+def _about(found: Survey, sheet: str | None) -> Iterator[str]:
     looked = "all" if found.looked_at == found.records else f"{found.looked_at} of them, evenly spread,"
     lines = [
         f"{_size(found.records, found.classes)}; {looked} were decoded",
@@ -63,7 +59,7 @@ def _show(found: Survey, sheet: str | None) -> None:
     lines += [f"  {bad.index}: {bad.reason}" for bad in found.bad[:_MOST_SHOWN]]
     shown = f"none drawn, 0 of {found.looked_at} records are good" if sheet is None else sheet
     lines += [f"fingerprint: {found.fingerprint}", f"samples after augmentation: {shown}"]
-    print_lines(*(line.rstrip() for line in lines))
+    return (line.rstrip() for line in lines)
 
 
 def run_index(parsed: argparse.Namespace) -> None:
@@ -75,12 +71,9 @@ def run_index(parsed: argparse.Namespace) -> None:
         else:
             records = open_records(parsed.path, parsed.class_names, progress=update)
     seconds = time.perf_counter() - began
-    if parsed.json:
-        about = {"records": len(records), "classes": records.classes, "fingerprint": records.fingerprint}
-        print(json.dumps(about | {"seconds": seconds}))
-    else:
-        size = _size(len(records), records.classes)
-        print_lines(f"{size}, fingerprint {records.fingerprint}, {seconds:.2f} s")
+    about = {"records": len(records), "classes": records.classes, "fingerprint": records.fingerprint}
+    line = f"{_size(len(records), records.classes)}, fingerprint {records.fingerprint}, {seconds:.2f} s"
+    answer(about | {"seconds": seconds}, line, as_json=parsed.json)
 
 
 def run_convert(parsed: argparse.Namespace) -> None:
@@ -99,14 +92,11 @@ def run_convert(parsed: argparse.Namespace) -> None:
     shrink = Shrink(parsed.side, parsed.raw, len(os.sched_getaffinity(0))) if changes else None
     with _progress("converting", len(records)) as update:
         done = convert(records, Kind(kind), Path(where), parsed.per_part or _PER_PART, update, shrink)
-    if parsed.json:
-        print(json.dumps(asdict(done)))
-        return
     sizes = f": {done.bytes_read / MIB:,.1f} MiB of images became {done.bytes_written / MIB:,.1f}" if changes else ""
-    print_lines(f"{_size(done.records, done.classes)} in {where}{sizes}")
-    print_lines(*(f"left out: {reason}" for reason in done.left_out[:_MOST_SHOWN]))
-    if len(done.left_out) > _MOST_SHOWN:
-        print_lines(f"... and {len(done.left_out) - _MOST_SHOWN} more were left out")
+    left_out, more = done.left_out[:_MOST_SHOWN], len(done.left_out) - _MOST_SHOWN
+    lines = [f"{_size(done.records, done.classes)} in {where}{sizes}", *(f"left out: {reason}" for reason in left_out)]
+    lines += [f"... and {more} more were left out"] if more > 0 else []
+    answer(asdict(done), *lines, as_json=parsed.json)
 
 
 def _convert_text(parsed: argparse.Namespace) -> None:
@@ -122,10 +112,8 @@ def _convert_text(parsed: argparse.Namespace) -> None:
     total = Path(source).stat().st_size if Path(source).is_file() else None
     with _progress("tokenizing", total) as update:
         done = convert_text(source, target, open_tokenizer(parsed.tokenizer), parsed.val_fraction, update)
-    if parsed.json:
-        print(json.dumps([asdict(one) for one in done]))
-        return
-    print_lines(*(f"{counted(one.tokens, 'token')}, vocabulary of {one.vocabulary}, in {one.path}" for one in done))
+    lines = [f"{counted(one.tokens, 'token')}, vocabulary of {one.vocabulary}, in {one.path}" for one in done]
+    answer([asdict(one) for one in done], *lines, as_json=parsed.json)
 
 
 def _size(records: int, classes: int) -> str:

@@ -18,7 +18,15 @@ from rich.live import Live
 from stagewright.errors import UserError, counted, printable
 from stagewright.report.live.listing import columns, select, total_words
 from stagewright.report.live.serve import PageServer
-from stagewright.report.live.terminal import drawing_width, has_blocks, open_console, print_lines, print_table, say
+from stagewright.report.live.terminal import (
+    answer,
+    drawing_width,
+    has_blocks,
+    open_console,
+    print_lines,
+    print_table,
+    say,
+)
 from stagewright.report.live.watch import Snapshot, Watch, as_line, as_screen
 from stagewright.report.page import Summary
 from stagewright.report.words import format_bytes
@@ -151,11 +159,9 @@ def run_tag(parsed: argparse.Namespace) -> None:
 
 
 def _show_label(parsed: argparse.Namespace, run: Path, label: Label) -> None:
-    if parsed.json:
-        print(json.dumps({"id": run.name, "name": label.name or None, "tags": list(label.tags)}))
-    else:
-        tags = f"tags {' '.join(label.tags)}" if label.tags else "no tags"
-        print_lines(f"{run.name}: {f'named {label.name}' if label.name else 'no name'}, {tags}")
+    tags = f"tags {' '.join(label.tags)}" if label.tags else "no tags"
+    line = f"{run.name}: {f'named {label.name}' if label.name else 'no name'}, {tags}"
+    answer({"id": run.name, "name": label.name or None, "tags": list(label.tags)}, line, as_json=parsed.json)
 
 
 def run_delete(parsed: argparse.Namespace) -> None:
@@ -171,22 +177,17 @@ def run_delete(parsed: argparse.Namespace) -> None:
             raise UserError(
                 f"can't ask whether to delete {what} without a terminal; use --yes to delete without being asked"
             )
-        lines = [f"{printable(str(folder))}{_named(folder)}\n" for folder in folders]
-        sys.stderr.write(f"{''.join(lines)}delete {what}, for good? [y/N] ")
+        for folder in folders:
+            name = read_label(folder).name
+            sys.stderr.write(f"{printable(str(folder))}{f' ({name})' if name else ''}\n")
+        sys.stderr.write(f"delete {what}, for good? [y/N] ")
         sys.stderr.flush()
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             print_lines("nothing is deleted")
             return
     for folder in folders:
         delete_run(folder)
-    if parsed.json:
-        print(json.dumps({"deleted": [folder.name for folder in folders], "bytes": size}))
-    else:
-        print_lines(f"deleted {what}")
-
-
-def _named(folder: Path) -> str:
-    return f" ({name})" if (name := read_label(folder).name) else ""
+    answer({"deleted": [folder.name for folder in folders], "bytes": size}, f"deleted {what}", as_json=parsed.json)
 
 
 def _find(text: str, runs: str) -> Path:

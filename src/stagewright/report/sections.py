@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
-from stagewright.events import Usage
+from stagewright.events import GpuUsage, Usage
 from stagewright.metrics import GIB, MIB, batch_seconds
+from stagewright.report.columns import Column, page_table
 from stagewright.report.figures import memory_kind, no_memory, peak_memory
 from stagewright.report.page import Block, Curve, Curves, Listing, Note, Point, Stack, Stacks, Table
 from stagewright.report.read import Run
@@ -69,32 +71,29 @@ def _proven(run: Run) -> str:
 
 def stages(run: Run) -> Table:
     """The plan and the memory of each stage: that of its fullest rank, where ranks are processes."""
-    peaks = {} if run.is_emulated else peak_memory(run)
-    cuts = run.plan.get("cuts") or []
-    rows = []
-    for stage, ranks in enumerate(run.rank_map.stages):
-        first = "" if stage == 0 else str(cuts[stage - 1]) if stage <= len(cuts) else "?"
-        row = [
-            str(stage),
-            run.rank_map.devices[stage],
-            first,
-            *(_of_stage(run, name, stage) for name in ("versions", "depths")),
-        ]
-        if run.memory:
-            predicted = [sum(run.memory[rank].values()) for rank in ranks if rank < len(run.memory)]
-            row.append(format_number(max(predicted) / MIB) if predicted else "-")
-        if peaks:
-            known = [peaks[rank] for rank in ranks if rank in peaks]
-            row.append(format_number(max(known) / MIB) if known else "-")
-        rows.append(tuple(row))
-    extra = [("memory MiB, predicted", run.memory), ("peak MiB, measured", peaks)]
-    columns = ("stage", "devices", "from", "versions", "depth", *(name for name, known in extra if known))
-    return Table("Stages", columns, tuple(rows))
+    ranks, cuts = run.rank_map.stages, run.plan.get("cuts") or []
+    predicted = {rank: sum(parts.values()) for rank, parts in enumerate(run.memory or ())}
+    peaks: dict[int, float] = {} if run.is_emulated else {**peak_memory(run)}
 
+    def of_plan(name: str, stage: int) -> Any:
+        values = run.plan.get(name)
+        return values[stage] if isinstance(values, list) and stage < len(values) else "?"
 
-def _of_stage(run: Run, name: str, stage: int) -> str:
-    values = run.plan.get(name)
-    return str(values[stage]) if isinstance(values, list) and stage < len(values) else "?"
+    def fullest(sizes: dict[int, float], stage: int) -> float | None:
+        return max((sizes[rank] / MIB for rank in ranks[stage] if rank in sizes), default=None)
+
+    columns: list[Column[int]] = [
+        Column("stage", lambda stage: stage),
+        Column("devices", lambda stage: run.rank_map.devices[stage]),
+        Column("from", lambda stage: "" if stage == 0 else cuts[stage - 1] if stage <= len(cuts) else "?"),
+        Column("versions", lambda stage: of_plan("versions", stage)),
+        Column("depth", lambda stage: of_plan("depths", stage)),
+    ]
+    if run.memory:
+        columns.append(Column("memory MiB, predicted", lambda stage: fullest(predicted, stage), format_number))
+    if peaks:
+        columns.append(Column("peak MiB, measured", lambda stage: fullest(peaks, stage), format_number))
+    return page_table("Stages", columns, range(len(ranks)))
 
 
 def memory(run: Run) -> Iterator[Block]:
@@ -188,52 +187,47 @@ def usage_blocks(run: Run) -> Iterator[Block]:
 
 
 def _gpu_blocks(samples: Sequence[Usage], where: str) -> Iterator[Block]:
-    indices = sorted({gpu.index for sample in samples for gpu in sample.gpus})
     for title, unit, name, scale in (
         ("GPU utilisation", "% of the time", "utilisation", 100),
         ("GPU memory", "MiB", "memory", 1 / MIB),
         ("GPU power", "watts", "power", 1),
     ):
-        curves = tuple(
-            Curve(f"GPU {index}", _gpu_points(samples, index, name, scale)) for index in indices[:_MOST_CURVES]
-        )
+        points: dict[int, list[Point]] = {}
+        for sample in samples:
+            for gpu in sample.gpus:
+                if (value := getattr(gpu, name)) is not None:
+                    points.setdefault(gpu.index, []).append(Point(sample.seconds, scale * value))
+        curves = tuple(Curve(f"GPU {index}", tuple(points[index])) for index in sorted(points)[:_MOST_CURVES])
         if any(len(curve.points) > 1 for curve in curves):
             yield Curves(f"{title}{where}", "seconds", unit, curves)
 
 
-def _gpu_points(samples: Sequence[Usage], index: int, name: str, scale: float) -> tuple[Point, ...]:
-    return tuple(
-        Point(sample.seconds, scale * value)
-        for sample in samples
-        for gpu in sample.gpus
-        if gpu.index == index and (value := getattr(gpu, name)) is not None
-    )
+def _over(how: Callable[[list[float]], float | None], name: str) -> Callable[[list[GpuUsage]], float | None]:
+    """A figure of all samples of a GPU that have it."""
+
+    def figure(seen: list[GpuUsage]) -> float | None:
+        known = [value for gpu in seen if (value := getattr(gpu, name)) is not None]
+        return how(known) if known else None
+
+    return figure
+
+
+_GPUS: tuple[Column[list[GpuUsage]], ...] = (
+    Column("GPU", lambda seen: seen[0].index),
+    Column("utilisation", _over(fmean, "utilisation"), "{:.0%}"),
+    Column("peak MiB", _over(max, "memory"), lambda size: format_number(size / MIB)),
+    Column("watts", _over(fmean, "power"), "{:.0f}"),
+    Column("kJ", _over(lambda energy: (energy[-1] - energy[0]) / 1e3 if energy[1:] else None, "energy"), "{:.2f}"),
+    Column("hottest", _over(max, "temperature"), "{:.0f} °C"),
+    Column("throttled by", lambda seen: ", ".join(sorted({why for gpu in seen for why in gpu.throttled})) or "nothing"),
+    Column("others", lambda seen: max(gpu.foreign for gpu in seen)),
+)
 
 
 def _gpu_table(samples: Sequence[Usage], where: str) -> Table:
-    indices = sorted({gpu.index for sample in samples for gpu in sample.gpus})
-    return Table(
-        f"GPUs{where}",
-        ("GPU", "utilisation", "peak MiB", "watts", "kJ", "hottest", "throttled by", "others"),
-        tuple(_gpu_row(samples, index) for index in indices),
-        "Utilisation and watts are means over the monitor's samples; others: processes that are not of this run.",
-    )
-
-
-def _gpu_row(samples: Sequence[Usage], index: int) -> tuple[str, ...]:
-    seen = [gpu for sample in samples for gpu in sample.gpus if gpu.index == index]
-    utilisation, power, memory, temperature, energy = (
-        [value for gpu in seen if (value := getattr(gpu, name)) is not None]
-        for name in ("utilisation", "power", "memory", "temperature", "energy")
-    )
-    reasons = sorted({reason for gpu in seen for reason in gpu.throttled})
-    return (
-        str(index),
-        f"{sum(utilisation) / len(utilisation):.0%}" if utilisation else "-",
-        format_number(max(memory) / MIB) if memory else "-",
-        f"{sum(power) / len(power):.0f}" if power else "-",
-        f"{(energy[-1] - energy[0]) / 1e3:.2f}" if len(energy) > 1 else "-",
-        f"{max(temperature):.0f} °C" if temperature else "-",
-        ", ".join(reasons) or "nothing",
-        str(max(gpu.foreign for gpu in seen)),
-    )
+    by_gpu: dict[int, list[GpuUsage]] = {}
+    for sample in samples:
+        for gpu in sample.gpus:
+            by_gpu.setdefault(gpu.index, []).append(gpu)
+    note = "Utilisation and watts are means over the monitor's samples; others: processes that are not of this run."
+    return page_table(f"GPUs{where}", _GPUS, [by_gpu[index] for index in sorted(by_gpu)], note=note)

@@ -86,30 +86,34 @@ class Entry:
 
 def read_figures(folder: Path) -> dict[str, Any]:
     """What the files of a run tell of its model, its speed and its last evaluation, as fields of an `Entry`."""
-    config, summary = read_tables(folder / "config.toml"), read_object(folder / "summary.json")
-    model = config.get("model")
+    model, summary = read_tables(folder / "config.toml").get("model"), read_object(folder / "summary.json")
     name = model.get("name") if isinstance(model, dict) else None
-    if summary is not None:
+    if summary is None:
+        metrics, rate = _so_far(folder)
+    else:
         made = summary.get("evaluations")
         last = made[-1] if isinstance(made, list) and made and isinstance(made[-1], dict) else {}
         metrics, rate = last.get("metrics"), as_number(summary.get("images_per_second"))
-    else:
-        records = [record for _, record in read_records(_last_lines(folder / "metrics.jsonl"))]
-        evaluated = [record for record in records if isinstance(record, Evaluated)]
-        steps = [record for record in records if isinstance(record, Step)]
-        batch = (read_object(folder / "plan.json") or {}).get("batch")
-        speed = steady_rate(steps, batch, {record.batch for record in evaluated}) if isinstance(batch, int) else None
-        metrics, rate = evaluated[-1].metrics if evaluated else None, speed.rate if speed else None
     found = metrics.items() if isinstance(metrics, dict) else ()
     numbers = {str(key): number for key, value in found if (number := as_number(value)) is not None}
-    first = next(iter(headline_metrics(numbers).items()), None)
+    metric, value = next(iter(headline_metrics(numbers).items()), ("", None))
     return {
         "model": printable(name.rpartition(":")[2]) if isinstance(name, str) else "",
         "images_per_second": rate,
-        "metric": printable(first[0]) if first else "",
-        "value": first[1] if first else None,
+        "metric": printable(metric),
+        "value": value,
         "unit": read_unit(folder),
     }
+
+
+def _so_far(folder: Path) -> tuple[Any, float | None]:
+    """The last metrics and the speed of a run without a summary, by the end of its records."""
+    records = [record for _, record in read_records(_last_lines(folder / "metrics.jsonl"))]
+    evaluated = [record for record in records if isinstance(record, Evaluated)]
+    steps = [record for record in records if isinstance(record, Step)]
+    batch = (read_object(folder / "plan.json") or {}).get("batch")
+    speed = steady_rate(steps, batch, {record.batch for record in evaluated}) if isinstance(batch, int) else None
+    return evaluated[-1].metrics if evaluated else None, speed.rate if speed else None
 
 
 def read_state(folder: Path, *, is_running: bool, has_failed: bool) -> str:

@@ -6,6 +6,7 @@ wrapped or cut. On a terminal the progress of a run is a bar; anywhere else it i
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -64,6 +65,14 @@ def _wrapped(text: Text, width: int) -> Iterable[Text]:
 def print_lines(*lines: str) -> None:
     """Print lines as they are to standard output, whatever its width: a command to paste stays one line."""
     say(open_console(), *lines, soft_wrap=True)
+
+
+def answer(found: Any, *lines: str, as_json: bool) -> None:
+    """Print what a command found: as one JSON object, or as lines for people."""
+    if as_json:
+        print(json.dumps(found))
+    else:
+        print_lines(*lines)
 
 
 def open_console(*, stderr: bool = False) -> PipeSafeConsole:
@@ -228,28 +237,26 @@ class RunConsole:
         self.say(f"warning: {warning}")
 
     def show(self, record: Step | Evaluated | Replaced | Saved | Unsaved | Restarted | Resumed) -> None:
-        if self._batches is None and isinstance(record, Step | Evaluated):
-            return
-        if isinstance(record, Step):
-            self._show_step(record)
-        elif isinstance(record, Restarted | Resumed):
-            self._interrupted.add(record.batch)
-        elif isinstance(record, Unsaved):
-            self.warn(f"no checkpoint after step {record.batch}: {record.reason}; training continues")
-        elif isinstance(record, Replaced):
-            self.warn(f"bad record replaced by the next: {record.reason}")
-        elif isinstance(record, Saved):
-            self.say(
-                f"checkpoint after step {record.batch}{_as_best(record)}: {record.bytes / MIB:.1f} MiB, "
-                f"training paused for {record.seconds * 1e3:.0f} ms{_reason_for(record)}"
-            )
-        else:
-            self.say(
-                f"evaluation after step {record.batch}: "
-                + "  ".join((f"loss {record.loss:.4f}", *metric_words(record.metrics, 2)))
-                + f"  ({record.samples} samples of the {self._evaluated_on})"
-            )
-            self._interrupted.add(record.batch)
+        match record:
+            case Step() | Evaluated() if self._batches is None:
+                pass
+            case Step():
+                self._show_step(record)
+            case Restarted() | Resumed():
+                self._interrupted.add(record.batch)
+            case Unsaved():
+                self.warn(f"no checkpoint after step {record.batch}: {record.reason}; training continues")
+            case Replaced():
+                self.warn(f"bad record replaced by the next: {record.reason}")
+            case Saved():
+                paused = f"training paused for {record.seconds * 1e3:.0f} ms{_reason_for(record)}"
+                size = f"{record.bytes / MIB:.1f} MiB"
+                self.say(f"checkpoint after step {record.batch}{_as_best(record)}: {size}, {paused}")
+            case Evaluated():
+                values = "  ".join((f"loss {record.loss:.4f}", *metric_words(record.metrics, 2)))
+                on = f"({record.samples} samples of the {self._evaluated_on})"
+                self.say(f"evaluation after step {record.batch}: {values}  {on}")
+                self._interrupted.add(record.batch)
 
     def _show_step(self, step: Step) -> None:
         done = step.batch + 1
