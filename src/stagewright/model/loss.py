@@ -59,7 +59,7 @@ class Loss:
     def __init__(self, options: LossOptions) -> None:
         self.name = options.name
         self.option = f"--loss {shown(self.name)}"  # in errors
-        self._function = _make(options)
+        self._function = _function(options)
         self.is_builtin = ":" not in options.name
         self.counts_alike = self.is_builtin or _is_plain_mean(options.name)  # every microbatch, of one size
 
@@ -121,14 +121,11 @@ class Watched(Mapping[str, Tensor]):
 
 def logits_of(outputs: Any) -> Tensor:
     """The predictions in what a model returned: itself, its `logits`, or its first tensor; half precision widened."""
-    logits = outputs
-    if not isinstance(outputs, Tensor):
-        named = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
-        found = [named] if isinstance(named, Tensor) else leaves_of(outputs)
-        if not found:
-            raise LossError(f"the model returns {type(outputs).__name__} without a tensor")
-        logits = found[0]
-    return widened(logits)
+    named = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    found = [named] if isinstance(named, Tensor) else leaves_of(outputs)
+    if not found:
+        raise LossError(f"the model returns {type(outputs).__name__} without a tensor")
+    return widened(found[0])
 
 
 def widened(logits: Tensor) -> Tensor:
@@ -138,10 +135,10 @@ def widened(logits: Tensor) -> Tensor:
 
 def target_of(sample: Sample) -> Tensor:
     """The target of a sample: the field named label, labels, target or targets."""
-    name = next((name for name in TARGETS if name in sample), None)
-    if name is None:
-        raise LossError(f"the samples have {', '.join(sample)} but no {', '.join(TARGETS[:-1])} or {TARGETS[-1]}")
-    return sample[name]
+    for name in TARGETS:
+        if name in sample:
+            return sample[name]
+    raise LossError(f"the samples have {', '.join(sample)} but no {', '.join(TARGETS[:-1])} or {TARGETS[-1]}")
 
 
 def with_ignored(target: Tensor, ignore_index: int | None) -> Tensor:
@@ -155,33 +152,85 @@ def require_count(count: float, where: str) -> None:
         raise LossError(f"the loss returns {count:g} as its count ({where}); return a finite number of at least 0")
 
 
-# The built-in losses.
+# The built-in losses: each of what the model returns, the fields, and the options.
 
 
-def _cross_entropy(options: LossOptions) -> Function:
+def _cross_entropy(outputs: Any, sample: Sample, options: LossOptions) -> Any:
+    """A mean where every sample has one label that counts; otherwise a total and its count."""
+    logits, target = logits_of(outputs), target_of(sample)
+    _require_classes(logits, target, 1)
     weights = torch.tensor(options.class_weights) if options.class_weights else None
+    if weights is not None and len(weights) != logits.shape[1]:
+        raise LossError(
+            f"--class-weights has {len(weights)} weights but the model has {logits.shape[1]} outputs; give as many"
+        )
+    if target.is_floating_point():
+        raise LossError("the target is a floating-point number; use --loss mse, l1, binary or soft")
+    if target.dtype is torch.bool:
+        raise LossError("the target is boolean; use --loss binary, or store class numbers as integers")
+    if options.ignore_index is None and weights is None and target.dim() == 1:
+        return functional.cross_entropy(logits, target, label_smoothing=options.label_smoothing)
+    return _counted(logits, target, options, weights)
 
-    def loss(outputs: Any, sample: Sample) -> Any:
-        logits, target = logits_of(outputs), target_of(sample)
-        _require_classes(logits, target, 1)
-        if weights is not None and len(weights) != logits.shape[1]:
-            raise LossError(
-                f"--class-weights has {len(weights)} weights but the model has {logits.shape[1]} outputs; give as many"
-            )
-        return _entropy(logits, target, options, weights)
 
-    return loss
+def _next_token(outputs: Any, sample: Sample, options: LossOptions) -> Any:
+    """Cross-entropy of each position's next token."""
+    logits, target = logits_of(outputs), next_tokens(sample)
+    _require_classes(logits, target, logits.dim() - 1)
+    return _counted(logits.flatten(0, -2), target.flatten(), options, None)
 
 
-def _next_token(options: LossOptions) -> Function:
-    """Cross-entropy of each position's next token: `targets` where samples have them, otherwise the tokens shifted."""
+def _binary(outputs: Any, sample: Sample, options: LossOptions) -> Any:
+    """Each output is a yes or no of its own: several labels at once."""
+    logits, target = _alike("binary", outputs, sample)
+    counts = with_ignored(target, options.ignore_index) != IGNORED
+    each = functional.binary_cross_entropy_with_logits(logits, target.clamp(min=0), reduction="none")
+    return (each * counts).sum(), counts.sum()
 
-    def loss(outputs: Any, sample: Sample) -> Any:
-        logits, target = logits_of(outputs), next_tokens(sample)
-        _require_classes(logits, target, logits.dim() - 1)
-        return _counted(logits.flatten(0, -2), target.flatten(), options, None)
 
-    return loss
+def _mse(outputs: Any, sample: Sample, options: LossOptions) -> Any:
+    return functional.mse_loss(*_alike("mse", outputs, sample))
+
+
+def _l1(outputs: Any, sample: Sample, options: LossOptions) -> Any:
+    return functional.l1_loss(*_alike("l1", outputs, sample))
+
+
+def _soft(outputs: Any, sample: Sample, options: LossOptions) -> Any:
+    """Cross-entropy with a probability for each class, as of mixed samples or of a teacher."""
+    logits, target = logits_of(outputs), target_of(sample)
+    if not target.is_floating_point() or target.shape != logits.shape:
+        raise LossError(
+            f"--loss soft needs a probability for each output {list(logits.shape)}; the target is "
+            f"{str(target.dtype).removeprefix('torch.')} {list(target.shape)}"
+        )
+    return functional.cross_entropy(logits, target.to(logits), label_smoothing=options.label_smoothing)
+
+
+def _of_model(outputs: Any, sample: Sample, options: LossOptions) -> Any:
+    """The loss that the model itself returns."""
+    found = outputs
+    if isinstance(outputs, Mapping):
+        found = outputs.get("loss")
+    elif not isinstance(outputs, Tensor):
+        found = getattr(outputs, "loss", outputs[0] if isinstance(outputs, tuple | list) and outputs else None)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise LossError(
+            "--loss model needs a model that returns its loss: one number, alone, first, or named 'loss'; give it "
+            "its labels by --inputs (for example --inputs input_ids,labels)"
+        )
+    return found
+
+
+LOSSES: dict[str, Callable[[Any, Sample, LossOptions], Any]] = {
+    "cross-entropy": _cross_entropy,
+    NEXT_TOKEN: _next_token,
+    "binary": _binary,
+    "mse": _mse,
+    "l1": _l1,
+    "soft": _soft,
+    "model": _of_model,
+}
 
 
 def next_tokens(sample: Sample) -> Tensor:
@@ -213,17 +262,6 @@ def next_tokens(sample: Sample) -> Tensor:
     return functional.pad(tokens[..., 1:], (0, 1), value=IGNORED)
 
 
-def _entropy(logits: Tensor, target: Tensor, options: LossOptions, weights: Tensor | None) -> Any:
-    """A mean where every sample has one label that counts; otherwise a total and its count."""
-    if target.is_floating_point():
-        raise LossError("the target is a floating-point number; use --loss mse, l1, binary or soft")
-    if target.dtype is torch.bool:
-        raise LossError("the target is boolean; use --loss binary, or store class numbers as integers")
-    if options.ignore_index is None and weights is None and target.dim() == 1:
-        return functional.cross_entropy(logits, target, label_smoothing=options.label_smoothing)
-    return _counted(logits, target, options, weights)
-
-
 def _counted(logits: Tensor, target: Tensor, options: LossOptions, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """The total over all labels that count, and how many they are, or how much they weigh."""
     target = with_ignored(target, options.ignore_index)
@@ -237,65 +275,9 @@ def _counted(logits: Tensor, target: Tensor, options: LossOptions, weights: Tens
     return total, (weights[target.masked_fill(~counts, 0)] * counts).sum()
 
 
-def _binary(options: LossOptions) -> Function:
-    """Each output is a yes or no of its own: several labels at once."""
-
-    def loss(outputs: Any, sample: Sample) -> Any:
-        logits, target = _alike("binary", logits_of(outputs), target_of(sample))
-        counts = with_ignored(target, options.ignore_index) != IGNORED
-        each = functional.binary_cross_entropy_with_logits(logits, target.clamp(min=0), reduction="none")
-        return (each * counts).sum(), counts.sum()
-
-    return loss
-
-
-def _difference(name: str, function: Callable[..., Tensor]) -> Callable[[LossOptions], Function]:
-    def make(options: LossOptions) -> Function:
-        def loss(outputs: Any, sample: Sample) -> Any:
-            made, target = _alike(name, logits_of(outputs), target_of(sample))
-            return function(made, target)
-
-        return loss
-
-    return make
-
-
-def _soft(options: LossOptions) -> Function:
-    """Cross-entropy with a probability for each class, as of mixed samples or of a teacher."""
-
-    def loss(outputs: Any, sample: Sample) -> Any:
-        logits, target = logits_of(outputs), target_of(sample)
-        if not target.is_floating_point() or target.shape != logits.shape:
-            raise LossError(
-                f"--loss soft needs a probability for each output {list(logits.shape)}; the target is "
-                f"{str(target.dtype).removeprefix('torch.')} {list(target.shape)}"
-            )
-        return functional.cross_entropy(logits, target.to(logits), label_smoothing=options.label_smoothing)
-
-    return loss
-
-
-def _of_model(options: LossOptions) -> Function:
-    """The loss that the model itself returns."""
-
-    def loss(outputs: Any, sample: Sample) -> Any:
-        found = outputs
-        if isinstance(outputs, Mapping):
-            found = outputs.get("loss")
-        elif not isinstance(outputs, Tensor):
-            found = getattr(outputs, "loss", outputs[0] if isinstance(outputs, tuple | list) and outputs else None)
-        if not isinstance(found, Tensor) or found.numel() != 1:
-            raise LossError(
-                "--loss model needs a model that returns its loss: one number, alone, first, or named 'loss'; give it "
-                "its labels by --inputs (for example --inputs input_ids,labels)"
-            )
-        return widened(found)
-
-    return loss
-
-
-def _alike(name: str, made: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def _alike(name: str, outputs: Any, sample: Sample) -> tuple[Tensor, Tensor]:
     """Predictions and targets of one shape; a trailing dimension of 1 is left out."""
+    made, target = logits_of(outputs), target_of(sample)
     if made.dim() == target.dim() + 1 and made.shape[-1] == 1:
         made = made.squeeze(-1)
     if made.shape != target.shape:
@@ -320,35 +302,24 @@ def _require_classes(logits: Tensor, target: Tensor, axis: int) -> None:
         )
 
 
-LOSSES: dict[str, Callable[[LossOptions], Function]] = {
-    "cross-entropy": _cross_entropy,
-    NEXT_TOKEN: _next_token,
-    "binary": _binary,
-    "mse": _difference("mse", functional.mse_loss),
-    "l1": _difference("l1", functional.l1_loss),
-    "soft": _soft,
-    "model": _of_model,
-}
+# A user's loss.
 
 
-def _make(options: LossOptions) -> Function:
+def _function(options: LossOptions) -> Function:
+    """The loss of a name, as a function of outputs and fields."""
     if options.name in LOSSES:
-        return LOSSES[options.name](options)
-    if ":" in options.name:
-        function = load_callable(options.name, "--loss")
-        if isinstance(function, type) and issubclass(function, nn.Module):
-            raise UserError(f"--loss {shown(options.name)} is a class; give a function loss(outputs, sample)")
-        return _of_user(options, function)
-    raise UserError(
-        f"--loss {shown(options.name)} is neither a built-in loss ({', '.join(LOSSES)}) nor package.module:function; "
-        f"{did_you_mean(options.name, LOSSES)}"
-    )
-
-
-def _of_user(options: LossOptions, function: Callable[..., Any]) -> Function:
-    name = options.name
+        builtin = LOSSES[options.name]
+        return lambda outputs, sample: builtin(outputs, sample, options)
+    if ":" not in options.name:
+        raise UserError(
+            f"--loss {shown(options.name)} is neither a built-in loss ({', '.join(LOSSES)}) nor "
+            f"package.module:function; {did_you_mean(options.name, LOSSES)}"
+        )
+    function = load_callable(options.name, "--loss")
+    if isinstance(function, type) and issubclass(function, nn.Module):
+        raise UserError(f"--loss {shown(options.name)} is a class; give a function loss(outputs, sample)")
     if isinstance(function, nn.Module):
-        function = _criterion(name, function)
+        function = _criterion(options.name, function)
     function = users_function(function, is_paired=options.is_paired)
 
     def loss(outputs: Any, sample: Sample) -> Any:
@@ -357,7 +328,9 @@ def _of_user(options: LossOptions, function: Callable[..., Any]) -> Function:
         except (UserError, KeyError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the user's code may raise anything
-            raise LossError(f"--loss {shown(name)} raised {type(error).__name__}: {first_line(error, 200)}") from error
+            raise LossError(
+                f"--loss {shown(options.name)} raised {type(error).__name__}: {first_line(error, 200)}"
+            ) from error
 
     return loss
 

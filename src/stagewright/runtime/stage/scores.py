@@ -16,7 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -76,23 +76,22 @@ def _by_class(outputs: Any, sample: Sample) -> tuple[Tensor, Tensor, float]:
     return logits, target.long(), kept / max(1, target[:1].numel())
 
 
-def _hits(outputs: Any, sample: Sample) -> tuple[Tensor, float, int]:
-    """Per sample, how often each of the five largest logits is the right class; how many samples count; classes."""
+def _hits(outputs: Any, sample: Sample) -> tuple[dict[str, tuple[float, float]], int]:
+    """How often the largest logit, and one of the five largest, is the right class; and how many classes there are."""
     logits, target, count = _by_class(outputs, sample)
     best = (logits.topk(min(_FIVE, logits.shape[1]), 1).indices == target.unsqueeze(1)).double()
-    return (best.flatten(2).mean(2) if best.dim() > 2 else best), count, logits.shape[1]
+    hits = best.flatten(2).mean(2) if best.dim() > 2 else best
+    return {"top1": (float(hits[:, 0].sum()), count), "top5": (float(hits.sum()), count)}, logits.shape[1]
 
 
 def top1(outputs: Any, sample: Sample) -> Sums:
     """How often the class with the largest logit is right."""
-    hits, count, _ = _hits(outputs, sample)
-    return {"top1": (float(hits[:, 0].sum()), count)}
+    return {"top1": _hits(outputs, sample)[0]["top1"]}
 
 
 def top5(outputs: Any, sample: Sample) -> Sums:
     """How often the right class is among the five largest logits."""
-    hits, count, _ = _hits(outputs, sample)
-    return {"top5": (float(hits.sum()), count)}
+    return {"top5": _hits(outputs, sample)[0]["top5"]}
 
 
 def accuracy(outputs: Any, sample: Sample) -> Sums:
@@ -121,14 +120,14 @@ def iou(outputs: Any, sample: Sample) -> Sums:
 
 def mae(outputs: Any, sample: Sample) -> Sums:
     """Mean absolute error per element."""
-    error = _errors(outputs, sample)
-    return {"mae": (float(error.abs().sum()), float(error.numel()))}
+    error = _errors(outputs, sample).abs()
+    return {"mae": (float(error.sum()), float(error.numel()))}
 
 
 def mse(outputs: Any, sample: Sample) -> Sums:
     """Mean squared error per element."""
-    error = _errors(outputs, sample)
-    return {"mse": (float(error.square().sum()), float(error.numel()))}
+    error = _errors(outputs, sample).square()
+    return {"mse": (float(error.sum()), float(error.numel()))}
 
 
 def perplexity(outputs: Any, sample: Sample) -> Sums:
@@ -147,9 +146,8 @@ def automatic(outputs: Any, sample: Sample) -> Sums:
     are_classes = not (target.is_floating_point() or target.is_complex() or target.dtype is torch.bool)
     if not are_classes or logits.dim() != target.dim() + 1:
         return {}
-    hits, count, num_classes = _hits(outputs, sample)
-    found = {"top1": (float(hits[:, 0].sum()), count)}
-    return found | {"top5": (float(hits.sum()), count)} if num_classes > _FIVE else found
+    found, classes = _hits(outputs, sample)
+    return found if classes > _FIVE else {"top1": found["top1"]}
 
 
 def _errors(outputs: Any, sample: Sample) -> Tensor:
@@ -166,13 +164,7 @@ def _like(outputs: Tensor, target: Tensor) -> Tensor:
 
 AUTO, NONE = "auto", "none"
 BUILT_IN: Mapping[str, Metric] = {
-    "top1": top1,
-    "top5": top5,
-    "accuracy": accuracy,
-    "iou": iou,
-    "mae": mae,
-    "mse": mse,
-    "perplexity": perplexity,
+    metric.__name__: metric for metric in (top1, top5, accuracy, iou, mae, mse, perplexity)
 }
 
 
@@ -308,24 +300,21 @@ def exchange_scores(
         store.set(f"{key}/{rank}", json.dumps(asdict(score)))
     posted = _Posted(store, [f"{key}/{other}" for other in last_ranks])
     yield posted
-    return tuple(build(Score, json.loads(text)) for text in posted.texts())
+    return tuple(build(Score, json.loads(store.get(name))) for name in posted.keys)
 
 
+@dataclass(frozen=True, slots=True)
 class _Posted:
     """Keys of the store; as a `Pending`, complete once all of them are set."""
 
-    def __init__(self, store: Store, keys: list[str]) -> None:
-        self._store = store
-        self._keys = keys
+    store: Store
+    keys: list[str]
 
     def is_completed(self) -> bool:
-        return bool(self._store.check(self._keys))
+        return bool(self.store.check(self.keys))
 
     def wait(self) -> None:
-        self._store.wait(self._keys)
-
-    def texts(self) -> list[bytes]:
-        return [self._store.get(key) for key in self._keys]
+        self.store.wait(self.keys)
 
 
 # The losses of training.
