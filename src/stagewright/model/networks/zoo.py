@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import ClassVar
 
@@ -143,53 +144,43 @@ class Bottleneck(nn.Module):
 Residual = type[BasicBlock | Bottleneck]
 
 
-class ResNet(nn.Module):
-    """A stem, four layers of residual blocks, each at half the resolution, and one fully connected layer.
+class Stem(Enum):
+    """How a residual network begins: one for large images reduces the resolution by four."""
 
-    The stem reduces the resolution by four, unless images are small.
+    LARGE = "a wide convolution and a pool"
+    SMALL = "a convolution, and a pool that does nothing"
+    PLAIN = "a convolution"
+
+
+class ResNet(nn.Module):
+    """A stem, layers of residual blocks, and one fully connected layer.
+
+    Each layer but the first is at half the resolution of the one before it, and twice as wide.
     """
 
     def __init__(
-        self, block: Residual, depths: tuple[int, int, int, int], classes: int, *, is_small: bool = False
+        self, block: Residual, depths: tuple[int, ...], classes: int, *, width: int = 64, stem: Stem = Stem.LARGE
     ) -> None:
         super().__init__()
-        self.conv1 = _convolution(RGB, 64, 3) if is_small else _convolution(RGB, 64, 7, stride=2)
-        self.bn1 = nn.BatchNorm2d(64)
+        is_large, channels = stem is Stem.LARGE, width
+        self.conv1 = _convolution(RGB, width, 7, stride=2) if is_large else _convolution(RGB, width, 3)
+        self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.Identity() if is_small else nn.MaxPool2d(3, stride=2, padding=1)
-        self.layer1 = nn.Sequential(*_residual_blocks(block, depths[0], 64, 64, stride=1))
-        self.layer2 = nn.Sequential(*_residual_blocks(block, depths[1], 64 * block.expansion, 128, stride=2))
-        self.layer3 = nn.Sequential(*_residual_blocks(block, depths[2], 128 * block.expansion, 256, stride=2))
-        self.layer4 = nn.Sequential(*_residual_blocks(block, depths[3], 256 * block.expansion, 512, stride=2))
+        if stem is not Stem.PLAIN:
+            self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if is_large else nn.Identity()
+        for number, depth in enumerate(depths, start=1):
+            blocks = _residual_blocks(block, depth, channels, width, stride=1 if number == 1 else 2)
+            self.add_module(f"layer{number}", nn.Sequential(*blocks))
+            channels, width = width * block.expansion, 2 * width
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
-        self.fc = nn.Linear(512 * block.expansion, classes)
-        _initialize_convolutions(self)
-
-    def forward(self, images: Tensor) -> Tensor:
-        features = self.maxpool(self.relu(self.bn1(self.conv1(images))))
-        features = self.layer4(self.layer3(self.layer2(self.layer1(features))))
-        logits: Tensor = self.fc(torch.flatten(self.avgpool(features), 1))
-        return logits
-
-
-class SmallResNet(nn.Module):
-    """A residual network for 32x32 images: a 3x3 stem, three layers 16, 32 and 64 wide, one fully connected layer."""
-
-    def __init__(self, depth: int, classes: int) -> None:
-        super().__init__()
-        self.conv1 = _convolution(RGB, 16, 3)
-        self.bn1 = nn.BatchNorm2d(16)
-        self.relu = nn.ReLU(inplace=True)
-        self.layer1 = nn.Sequential(*_residual_blocks(BasicBlock, depth, 16, 16, stride=1))
-        self.layer2 = nn.Sequential(*_residual_blocks(BasicBlock, depth, 16, 32, stride=2))
-        self.layer3 = nn.Sequential(*_residual_blocks(BasicBlock, depth, 32, 64, stride=2))
-        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
-        self.fc = nn.Linear(64, classes)
+        self.fc = nn.Linear(channels, classes)
         _initialize_convolutions(self)
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.relu(self.bn1(self.conv1(images)))
-        features = self.layer3(self.layer2(self.layer1(features)))
+        for name, part in self.named_children():
+            if name.startswith(("maxpool", "layer")):
+                features = part(features)
         logits: Tensor = self.fc(torch.flatten(self.avgpool(features), 1))
         return logits
 
@@ -255,9 +246,9 @@ ZOO: Mapping[str, Entry] = {
     "convnext_tiny": Entry(partial(ConvNeXt, (96, 192, 384, 768), (3, 3, 9, 3), 0.1)),
     "vit_b_16": Entry(partial(VisionTransformer, 224, 16, 12, 12, 768)),
     "vit_tiny_16": Entry(partial(VisionTransformer, 224, 16, 12, 3, 192)),
-    "resnet8": Entry(partial(SmallResNet, 1), image=32, classes=10),
-    "resnet20": Entry(partial(SmallResNet, 3), image=32, classes=10),
-    "resnet18-small": Entry(partial(ResNet, BasicBlock, (2, 2, 2, 2), is_small=True), image=32, classes=10),
+    "resnet8": Entry(partial(ResNet, BasicBlock, (1, 1, 1), width=16, stem=Stem.PLAIN), image=32, classes=10),
+    "resnet20": Entry(partial(ResNet, BasicBlock, (3, 3, 3), width=16, stem=Stem.PLAIN), image=32, classes=10),
+    "resnet18-small": Entry(partial(ResNet, BasicBlock, (2, 2, 2, 2), stem=Stem.SMALL), image=32, classes=10),
     "vgg16-small": Entry(partial(VGG, VGG_BLOCKS["vgg16"], norm=True, grid=1, hidden=512), image=32, classes=10),
     "vgg-small": Entry(partial(VGG, ((32,), (64,), (128,)), grid=4, hidden=2048), image=32, classes=10),
     "gpt2": Entry(partial(GPT, 1024, 12, 12, 768), classes=50257, tokens=1024),
