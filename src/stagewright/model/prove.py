@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 import random
 import re
 import sys
@@ -41,6 +42,7 @@ from stagewright.torch_internals import TABLES, autocast_noted
 
 SAMPLES = 4  # other than those that a forward is recorded with, so that its sizes are proven too
 _TOLERANCE = 1e-8  # relative, in double precision
+_ROUNDING = torch.finfo(torch.float32).eps
 _ROUNDINGS = 100  # in single precision: how many times what a rounding of the input changes
 _LARGEST_TOLERANCE = 1e-3
 _FLOOR = 1e-6  # of the largest gradient: below it, a gradient is rounding
@@ -50,6 +52,7 @@ _COPIES = 6  # the author's copy and the pieces' copy, their gradients, and as m
 _VERSION = 1
 _LONGEST = 2000  # characters of an attribute that a proof is known by
 Found = TypeVar("Found")
+_Compared = tuple[float, float, str]  # the largest difference, the tolerance and the precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +120,9 @@ def prove(build: Build, chain: Chain, cuts: Sequence[str], identity: str) -> Pro
     began = time.perf_counter()
     key = proof_key(chain, cuts, identity)
     path = None if key is None else cache_folder("proofs") / f"{key}.json"
-    if path is not None and (known := _read(path)) is not None:
-        return known
+    if path is not None:
+        with suppress(OSError, ValueError):  # none, or a damaged one
+            return replace(TypeAdapter(Proof).validate_json(read_text(path)), is_cached=True)
     _require_memory(chain.model)
     with analysing(), autocast_noted() as regions:
         try:
@@ -127,8 +131,16 @@ def prove(build: Build, chain: Chain, cuts: Sequence[str], identity: str) -> Pro
             raise
         except Exception:  # the model's code fails in double precision, or lacks an operation, or no cut is found
             regions.append("any")
-        if regions:  # autocast leaves double precision alone
-            difference, tolerance, precision = _compare_in_single(build, chain, cuts)
+        try:
+            if regions:  # autocast leaves double precision alone
+                difference, tolerance, precision = _compare(build, chain, cuts, torch.float32)
+        except UserError:
+            raise
+        except Exception as error:  # the model's code may raise anything
+            raise Differs(
+                f"the {len(cuts) + 1} stages could not be compared with the whole model: {type(error).__name__}: "
+                f"{first_line(error, 160)}; use one stage, or train it as it is by --unproven"
+            ) from error
     seconds = time.perf_counter() - began
     proof = Proof(str(chain.way), len(cuts) + 1, SAMPLES, precision, difference, tolerance, seconds)
     if path is not None:
@@ -136,14 +148,6 @@ def prove(build: Build, chain: Chain, cuts: Sequence[str], identity: str) -> Pro
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(asdict(proof)))
     return proof
-
-
-def _read(path: Path) -> Proof | None:
-    """A proof that was made before."""
-    try:
-        return replace(TypeAdapter(Proof).validate_json(read_text(path)), is_cached=True)
-    except (OSError, ValueError):
-        return None
 
 
 def _require_memory(model: nn.Module) -> None:
@@ -157,20 +161,8 @@ def _require_memory(model: nn.Module) -> None:
         )
 
 
-def _compare_in_single(build: Build, chain: Chain, cuts: Sequence[str]) -> tuple[float, float, str]:
-    try:
-        return _compare(build, chain, cuts, torch.float32)
-    except UserError:
-        raise
-    except Exception as error:  # the model's code may raise anything
-        raise Differs(
-            f"the {len(cuts) + 1} stages could not be compared with the whole model: {type(error).__name__}: "
-            f"{first_line(error, 160)}; use one stage, or train it as it is by --unproven"
-        ) from error
-
-
-def _compare(build: Build, chain: Chain, cuts: Sequence[str], weights: torch.dtype) -> tuple[float, float, str]:
-    """The largest difference, the tolerance and the precision; raises at the first difference beyond it.
+def _compare(build: Build, chain: Chain, cuts: Sequence[str], weights: torch.dtype) -> _Compared:
+    """Compare the pieces with the author's model; raises at the first difference that is beyond the tolerance.
 
     Compared is what the chain has recorded, which is what trains. Where that does not hold in this precision, as code
     that names a type, the model is recorded in it.
@@ -188,7 +180,7 @@ def _compare(build: Build, chain: Chain, cuts: Sequence[str], weights: torch.dty
 
 def _compare_cut(
     build: Build, cut: Callable[[nn.Module], Sequence[Piece]], example: Inputs, weights: torch.dtype
-) -> tuple[float, float, str]:
+) -> _Compared:
     given = _samples(example, weights)
     author, copy = (convert(build(), weights) for _ in range(2))
     _give_state(author, copy)
@@ -200,32 +192,25 @@ def _compare_cut(
         return _compare_runs(author, pieces, given, weights)
 
 
-def _compare_runs(
-    author: nn.Module, pieces: Sequence[Piece], given: Inputs, weights: torch.dtype
-) -> tuple[float, float, str]:
-    worst = 0.0
-    tolerance = _TOLERANCE if weights is torch.float64 else None
+def _compare_runs(author: nn.Module, pieces: Sequence[Piece], given: Inputs, weights: torch.dtype) -> _Compared:
     first_buffers, names = _buffers(author), _first_names(author)
-    for seed in _SEEDS:
-        if seed != _SEEDS[0]:
-            _move(author, pieces, seed)
-        if tolerance is None:
-            tolerance = _rounding_tolerance(author, given, seed)
-        expected = _run_author(author, given, seed, training=True)
-        found = _run_pieces(pieces, given, seed, training=True, names=names)
-        worst = max(worst, _difference(expected, found, pieces, tolerance, "training"))
-    moved = {name for name, buffer in expected.buffers.items() if _is_moved(first_buffers.get(name), buffer)}
-    _require_own(pieces, moved)
+    tolerance = _TOLERANCE if weights is torch.float64 else _rounding_tolerance(author, given, _SEEDS[0])
+    differences = []
+
+    def compare(seed: int, mode: str) -> None:
+        expected = _run_author(author, given, seed, training=mode == "training")
+        found = _run_pieces(pieces, given, seed, names, training=mode == "training")
+        differences.append(_difference(expected, found, pieces, tolerance, mode))
+
+    compare(_SEEDS[0], "training")
+    for seed in _SEEDS[1:]:
+        _move(author, pieces, seed)
+        compare(seed, "training")
+    pairs = [(name, first_buffers.get(name), buffer) for name, buffer in author.named_buffers()]
+    _require_own(pieces, {name for name, before, now in pairs if before is None or not torch.equal(before, now)})
     author.eval()
-    expected = _run_author(author, given, _SEEDS[0], training=False)
-    found = _run_pieces(pieces, given, _SEEDS[0], training=False, names={})
-    worst = max(worst, _difference(expected, found, pieces, tolerance, "evaluation"))
-    assert tolerance is not None
-    return worst, tolerance, str(weights).removeprefix("torch.")
-
-
-def _is_moved(before: Tensor | None, after: Tensor) -> bool:
-    return before is None or not torch.equal(before, after)
+    compare(_SEEDS[0], "evaluation")
+    return max(differences), tolerance, str(weights).removeprefix("torch.")
 
 
 def _require_own(pieces: Sequence[Piece], moved: Collection[str]) -> None:
@@ -286,12 +271,10 @@ def _move(author: nn.Module, pieces: Sequence[Piece], seed: int) -> None:
             noise = _NOISE * size * torch.randn(real.shape, generator=generator, dtype=torch.float64)
             real.add_(noise.to(real.dtype))
             noises[name] = parameter.detach()
-        names = {id(p): name for name, p in author.named_parameters()}
-        aliases = {name: names[id(p)] for name, p in author.named_parameters(remove_duplicate=False)}
-        for piece in pieces:
-            for root in {id(root): root for root in (piece.training, piece.evaluation)}.values():
-                for name, parameter in root.named_parameters(remove_duplicate=False):
-                    parameter.copy_(noises[aliases[name]])
+        first = _first_names(author)
+        for root in {root for piece in pieces for root in (piece.training, piece.evaluation)}:
+            for name, parameter in root.named_parameters(remove_duplicate=False):
+                parameter.copy_(noises[first[name]])
 
 
 def _seed(seed: int) -> None:
@@ -302,11 +285,11 @@ def _seed(seed: int) -> None:
 
 def _weights_of(outputs: Sequence[Tensor], seed: int) -> list[Tensor]:
     """Weights of the outputs in the number whose gradient is compared."""
-    generators = (torch.Generator().manual_seed(seed + index) for index in range(len(outputs)))
-    return [
-        torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
-        for output, generator in zip(outputs, generators, strict=True)
-    ]
+    found = []
+    for index, output in enumerate(outputs):
+        generator = torch.Generator().manual_seed(seed + index)
+        found.append(torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype))
+    return found
 
 
 def _run_author(model: nn.Module, given: Inputs, seed: int, *, training: bool) -> _Outcome:
@@ -336,7 +319,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _run_pieces(
-    pieces: Sequence[Piece], given: Inputs, seed: int, *, training: bool, names: Mapping[str, str]
+    pieces: Sequence[Piece], given: Inputs, seed: int, names: Mapping[str, str], *, training: bool
 ) -> _Outcome:
     """Run all pieces forward and then backward, as ranks do: what crosses a boundary is a copy, and a new leaf."""
     for piece in pieces:
@@ -369,9 +352,6 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-_MISSING = object()
-
-
 def _attributes(model: nn.Module) -> dict[str, Any]:
     """The plain numbers and texts among the attributes of all modules, by name."""
     root = getattr(model, "whole", model)
@@ -388,20 +368,15 @@ def _rounding_tolerance(author: nn.Module, given: Inputs, seed: int) -> float:
     kept = _buffers(author)
     plain = _run_author(author, given, seed, training=True)
     _restore(author, kept)
-    other = _run_author(author, given.map(_rounded), seed, training=True)
+    rounded = given.map(
+        lambda field: field * (1 + torch.finfo(field.dtype).eps) if field.is_floating_point() else field
+    )
+    other = _run_author(author, rounded, seed, training=True)
     _restore(author, kept)
-    scale = _scale(plain)
-    noise = max((_relative(a, b, 0.0) for a, b in zip(plain.outputs, other.outputs, strict=True)), default=0.0)
-    for name, gradient in plain.gradients.items():
-        twin = other.gradients[name]
-        if gradient is not None and twin is not None:
-            noise = max(noise, _relative(gradient, twin, scale))
-    return min(_LARGEST_TOLERANCE, max(_ROUNDINGS * noise, 1e-6))
-
-
-def _rounded(field: Tensor) -> Tensor:
-    """A field moved by a rounding."""
-    return field * (1 + torch.finfo(field.dtype).eps) if field.is_floating_point() else field
+    noises = [_relative(*pair) for pair in zip(plain.outputs, other.outputs, strict=True)]
+    pairs = zip(plain.gradients.values(), other.gradients.values(), strict=True)
+    noises += [_relative(one, two, _scale(plain)) for one, two in pairs if one is not None and two is not None]
+    return min(_LARGEST_TOLERANCE, max(_ROUNDINGS * max(noises, default=0.0), 1e-6))
 
 
 def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
@@ -411,72 +386,49 @@ def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 
 
 def _scale(outcome: _Outcome) -> float:
-    made = [
-        float(gradient.abs().max())
-        for gradient in outcome.gradients.values()
-        if gradient is not None and gradient.numel()
-    ]
+    there = (gradient for gradient in outcome.gradients.values() if gradient is not None and gradient.numel())
+    made = [float(gradient.abs().max()) for gradient in there]
     return _FLOOR * max(made, default=0.0)
 
 
-def _relative(some: Tensor, other: Tensor, floor: float) -> float:
-    if some.shape != other.shape:
-        return float("inf")
-    if not some.numel():
-        return 0.0
+def _relative(some: Tensor | None, other: Tensor | None, floor: float = 0.0) -> float:
+    """The largest difference, relative to the largest number; infinite where only one is there, or of that shape."""
+    if some is None or other is None or some.shape != other.shape:
+        return 0.0 if some is other else math.inf
     if torch.equal(some, other):
         return 0.0
     difference = (some.to(torch.complex128) - other.to(torch.complex128)).abs().max()
-    return (
-        float(difference / max(float(some.abs().max()), floor, 1e-300)) if torch.isfinite(difference) else float("inf")
-    )
+    return float(difference / max(float(some.abs().max()), floor, 1e-300)) if torch.isfinite(difference) else math.inf
 
 
-def _difference(
-    expected: _Outcome, found: _Outcome, pieces: Sequence[Piece], tolerance: float | None, mode: str
-) -> float:
+def _difference(expected: _Outcome, found: _Outcome, pieces: Sequence[Piece], tolerance: float, mode: str) -> float:
     """The largest relative difference between two outcomes; raises where it is beyond the tolerance."""
-    assert tolerance is not None
-    worst = 0.0
-
-    def check(what: str, difference: float) -> None:
-        nonlocal worst
-        worst = max(worst, difference)
-        if not difference <= tolerance:
-            amount = "it is there in one of them only" if difference == float("inf") else f"by {difference:.1e}"
-            raise Differs(
-                f"the {len(pieces)} stages do not compute what the whole model does: in {mode}, {what} differs "
-                f"({amount}, at most {tolerance:.0e} is rounding); use one stage, or train it as it is by --unproven"
-            )
-
-    stage_of = {name: stage for stage, piece in enumerate(pieces) for name, _ in _named(piece.training)}
-
-    def place(name: str) -> str:
-        return f"'{name}' of stage {stage_of[name]}" if name in stage_of else f"'{name}' of no stage"
-
-    check("the number of outputs", 0.0 if len(expected.outputs) == len(found.outputs) else float("inf"))
-    for index, (one, other) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
-        check("the output" if len(expected.outputs) == 1 else f"output {index}", _relative(one, other, 0.0))
+    stages = {name: str(stage) for stage, piece in enumerate(pieces) for name, _ in _named(piece.training)}
+    differences = {"the number of outputs": 0.0 if len(expected.outputs) == len(found.outputs) else math.inf}
+    for index, (one, other) in enumerate(zip(expected.outputs, found.outputs, strict=False)):
+        what = "the output" if len(expected.outputs) == 1 else f"output {index}"
+        differences[what] = _relative(one, other)
     floor = _scale(expected)
     owned = {id(gradient) for name, gradient in expected.gradients.items() if found.gradients.get(name) is not None}
     for name, gradient in expected.gradients.items():
         twin = found.gradients.get(name)
-        if twin is None and gradient is not None and id(gradient) in owned:
-            continue  # a tied parameter, which a stage has under another of its names
-        if gradient is None or twin is None:
-            is_same = gradient is None and twin is None
-            check(f"the gradient of {place(name)}", 0.0 if is_same else float("inf"))
-        else:
-            check(f"the gradient of {place(name)}", _relative(gradient, twin, floor))
-    for name, buffer in expected.buffers.items():
-        if name in found.buffers:
-            check(f"buffer {place(name)}", _relative(buffer, found.buffers[name], 0.0))
+        if twin is not None or id(gradient) not in owned:  # else a tied one, which a stage has under another name
+            place = f"'{name}' of stage {stages.get(name, 'none')}"
+            differences[f"the gradient of {place}"] = _relative(gradient, twin, floor)
+    for name in (name for name in expected.buffers if name in found.buffers):
+        place = f"'{name}' of stage {stages.get(name, 'none')}"
+        differences[f"buffer {place}"] = _relative(expected.buffers[name], found.buffers[name])
     for name, value in expected.attributes.items():
-        check(f"attribute '{name}'", 0.0 if found.attributes.get(name, _MISSING) == value else float("inf"))
-    return worst
-
-
-# Proofs that were made before.
+        is_same = name in found.attributes and found.attributes[name] == value
+        differences[f"attribute '{name}'"] = 0.0 if is_same else math.inf
+    for what, difference in differences.items():
+        if not difference <= tolerance:
+            amount = "it is there in one of them only" if difference == math.inf else f"by {difference:.1e}"
+            raise Differs(
+                f"the {len(pieces)} stages do not compute what the whole model does: in {mode}, {what} differs "
+                f"({amount}, at most {tolerance:.0e} is rounding); use one stage, or train it as it is by --unproven"
+            )
+    return max(differences.values())
 
 
 def proof_key(chain: Chain, cuts: Sequence[str], identity: str) -> str | None:
@@ -495,35 +447,25 @@ def proof_key(chain: Chain, cuts: Sequence[str], identity: str) -> str | None:
     for name in sorted(filter(None, files)):
         digest.update(hashlib.blake2b(Path(name).read_bytes()).digest())
     first: dict[int, str] = {}
+    named = [(first.setdefault(id(t), name), name, t) for name, t in _named(model)]
     described: list[Any] = [
         (_VERSION, torch.__version__, np.__version__, str(chain.way), list(cuts), identity),
         [(list(tensor.shape[1:]), str(tensor.dtype)) for tensor in example.tensors],
         (example.names, chain.trace_error),
         repr(model),
-        [
-            (name, first.setdefault(id(t), name), list(t.shape), str(t.dtype), t.requires_grad)
-            for name, t in _named(model)
-        ],
-        [_described(module) for module in model.modules()],
+        [(name, known, list(t.shape), str(t.dtype), t.requires_grad) for known, name, t in named],
     ]
+    for module in model.modules():
+        plain = [(name, _described(value)) for name, value in vars(module).items() if name not in TABLES]
+        described.append((f"{type(module).__module__}.{type(module).__qualname__}", plain))
     for recording in (chain.trace.training, chain.trace.evaluation) if chain.trace else ():
-        described.append(
-            [(n.op, n.name, _described_call(n.target), str(n.args), str(n.kwargs)) for n in recording.graph.nodes]
-        )
+        described += [(n.op, n.name, _described(n.target), str(n.args), str(n.kwargs)) for n in recording.graph.nodes]
     digest.update(json.dumps(described, default=str).encode())
     return digest.hexdigest()
 
 
-def _described(module: nn.Module) -> list[tuple[str, str]]:
-    """A module's class and its Python attributes, without addresses in memory."""
-    plain = [(name, value) for name, value in vars(module).items() if name not in TABLES]
-    return [
-        ("", f"{type(module).__module__}.{type(module).__qualname__}"),
-        *((n, _described_call(v)) for n, v in plain),
-    ]
-
-
-def _described_call(value: Any) -> str:
+def _described(value: Any) -> str:
+    """A value without addresses in memory."""
     if callable(value):
         inner = getattr(value, "func", value)  # of a partial
         where = (getattr(inner, "__module__", ""), getattr(inner, "__qualname__", type(inner).__qualname__))
@@ -533,28 +475,27 @@ def _described_call(value: Any) -> str:
 
 def _source_of(kind: type) -> str | None:
     """The file of a class; None for one of a notebook or a command line."""
-    try:
+    path = None
+    with suppress(TypeError, OSError):
         path = inspect.getsourcefile(kind)
-    except (TypeError, OSError):
-        return None
     return path if path is not None and Path(path).is_file() else None
 
 
 def keeps_state(build: Build, example: Inputs, attributes: Sequence[str]) -> bool:
-    """Whether a forward's output depends on the Python attributes that forwards change.
+    """Whether Python attributes that forwards change are state.
 
-    They are state where a number among them changes again in a second forward, or where that forward, with everything
-    else put back, returns something else.
+    They are where a number among them changes again in a second forward, or where that forward, with everything else
+    put back, returns something else.
     """
     model = build().train()
     given = _samples(example, torch.float32)
-    outputs: list[list[Tensor]] = []
-    numbers: list[dict[str, Any]] = []
+    seen: list[tuple[list[Tensor], dict[str, Any]]] = []
     with analysing(), torch.no_grad():
         buffers = _buffers(model)
         for _ in range(2):
             _seed(_SEEDS[0])
-            outputs.append(leaves_of(given.map(torch.clone).call(model)))
-            numbers.append({name: value for name, value in _attributes(model).items() if name in attributes})
+            made = leaves_of(given.map(torch.clone).call(model))
+            seen.append((made, {name: value for name, value in _attributes(model).items() if name in attributes}))
             _restore(model, buffers)
-    return numbers[0] != numbers[1] or not all(map(torch.equal, *outputs))
+    (outputs, numbers), (later_outputs, later_numbers) = seen
+    return numbers != later_numbers or not all(map(torch.equal, outputs, later_outputs))
