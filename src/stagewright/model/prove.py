@@ -141,8 +141,8 @@ def prove(build: Build, chain: Chain, cuts: Sequence[str], identity: str) -> Pro
                 f"the {len(cuts) + 1} stages could not be compared with the whole model: {type(error).__name__}: "
                 f"{first_line(error, 160)}; use one stage, or train it as it is by --unproven"
             ) from error
-    seconds = time.perf_counter() - began
-    proof = Proof(str(chain.way), len(cuts) + 1, SAMPLES, precision, difference, tolerance, seconds)
+    took = time.perf_counter() - began
+    proof = Proof(str(chain.way), len(cuts) + 1, SAMPLES, precision, difference, tolerance, took)
     if path is not None:
         with suppress(OSError):  # a full or read-only disk: proven again the next time
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -436,8 +436,7 @@ def proof_key(chain: Chain, cuts: Sequence[str], identity: str) -> str | None:
 
     None where some code is in no file, as that of a notebook: it may be other code the next time.
     """
-    model, example = chain.model, chain.example
-    files = {_source_of(type(module)) for module in model.modules()}
+    model, example, files = chain.model, chain.example, {_source_of(type(module)) for module in chain.model.modules()}
     if None in files:
         return None
     files |= {torch_internals.__file__, *(str(path) for path in Path(__file__).parent.glob("*.py"))}
