@@ -15,6 +15,7 @@ from stagewright import __version__
 from stagewright.cli.command.command import MODEL, RUN, Argument, Command, Parser
 from stagewright.cli.command.options import Taken, take, take_sections
 from stagewright.cli.command.screen import first_screen, group_screen
+from stagewright.config.modes import Mode
 from stagewright.errors import UserError, did_you_mean
 
 _PRECISIONS = "fp64, fp32, ieee, tf32, bf16, fp16"
@@ -213,7 +214,7 @@ COMMANDS = (
             *take(
                 "--mode",
                 is_repeated=True,
-                choices=("sync", "stale", "pipedream"),
+                choices=Mode.where(lambda preset: preset.has_stages),
                 default=None,
                 help="try only this mode; may be repeated",
             ),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stagewright.config.modes import Mode
 from stagewright.config.optimizers import OPTIMIZERS, Extrapolation, takers
 from stagewright.config.sources import KINDS, OPTIONS_OF_KINDS, kind_of
 from stagewright.errors import UserError, either_of
@@ -219,8 +220,8 @@ _USES_AVERAGE = Condition(
         "without an evaluation, an export or a checkpoint; give --val, --export or --checkpoint-every as well"
     ),
 )
-_STAGES = _is("--mode", "sync", "stale", "pipedream")
-_STALE = _is("--mode", "stale")
+_STAGES = _is("--mode", *Mode.where(lambda preset: preset.has_stages))
+_STALE = _is("--mode", *Mode.where(lambda preset: preset.has_staleness))
 _OPTIONS = _is("--optimizer", *OPTIMIZERS)  # a user's factory sets its own
 _STABLE = _is("--optimizer", *(name for name, facts in OPTIMIZERS.items() if facts.has_stable_rate))
 _MOVES_ON = Condition(
@@ -271,7 +272,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *_unused(_MOVES_ON, "--nesterov", "--predict"),
     *_unused(_DECAYS, "--no-decay"),
-    *_unused(_is("--mode", "stale", "pipedream"), "--predict"),
+    *_unused(_is("--mode", *Mode.where(lambda preset: preset.has_lag)), "--predict"),
     *_unused(_USES_AVERAGE, "--ema"),
     *_unused(_STABLE, "--lr", commands=("plan",)),
     *_unused(_with("--lr"), "--momentum", "--nesterov", "--predict", commands=("plan",)),

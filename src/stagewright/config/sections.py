@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
+from enum import EnumType
 from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
+from stagewright.config.modes import Mode
 from stagewright.config.optimizers import OPTIMIZERS, titles
 from stagewright.config.sources import KINDS
 from stagewright.errors import UserError, either_of
@@ -160,8 +162,10 @@ class PlanConfig(Section):
     profile: str | None = option(
         None, "--profile", "a profile of this machine, to plan with and to predict the speed", "FILE"
     )
-    mode: Literal["dp", "sync", "stale", "pipedream"] | None = option(
-        None, "--mode", "how far weights may lag (default: one stage dp, a given --placement stale, else sync or dp)"
+    mode: Mode | None = option(  # noqa: RUF009
+        None,
+        "--mode",
+        "how far weights may lag (default: one stage dp, a given --placement stale, else sync or dp)",
     )
     staleness: int | None = option(None, "--staleness", "most updates that a stage may lag in mode stale", least=0)
     versions: str | None = option(None, "--versions", "weight versions per stage: 3,1", "N,N")
@@ -447,7 +451,8 @@ def options(*sections: str) -> tuple[Option, ...]:
 
 def _as_option(section: str, entry: Field[Any], hint: Any) -> Option:
     alternatives = get_args(hint)
-    choices = tuple(choice for part in (hint, *alternatives) for choice in get_args(part) if isinstance(choice, str))
+    parts = (part if isinstance(part, EnumType) else get_args(part) for part in (hint, *alternatives))
+    choices = tuple(str(choice) for part in parts for choice in part if isinstance(choice, str))
     about = entry.metadata
     is_text = bool(choices) or about["is_repeated"]
     kind = str if is_text else next((kind for kind in alternatives if kind is not type(None)), hint)

@@ -30,7 +30,7 @@ def read_plan(text: str, where: str, cluster: Cluster | None = None) -> Plan:
         batch=content["batch"],
         microbatches=content["microbatches"],
         mode=mode,
-        versions=content["versions"] if mode is Mode.STALE else None,
+        versions=content["versions"] if mode.preset.has_staleness else None,
         depths=content["depths"],
         cuts=[str(cut) for cut in _as_list(content["cuts"])],
         tied=_read_ties(content.get("ties", []), where),
@@ -102,13 +102,13 @@ def make_plan(
     `tied` are the parameters that several stages of this cut use. Versions of a mode are raised to those of the tie;
     versions that are given must be equal there.
     """
-    if mode is Mode.DP:
+    if not mode.preset.has_stages:
         placement = as_one_stage(placement)
     replicas = [len(devices) for devices in placement]
     if microbatches is None:
         microbatches = default_microbatches(batch, replicas)
     require_divisible(batch, microbatches)
-    rounds = replicas if mode is Mode.PIPEDREAM else [microbatches] * len(replicas)
+    rounds = [microbatches] * len(replicas) if mode.preset.is_per_batch else replicas
     given = versions is not None
     versions = _versions(mode, replicas, staleness, versions)
     depths = _one_per_stage("depths", depths or default_depths(replicas), len(replicas), _MOST_DEPTH)
@@ -207,11 +207,6 @@ def require_divisible(batch: int, microbatches: int) -> None:
         )
 
 
-def stale_versions(num_stages: int, staleness: int) -> list[int]:
-    """K_s = min(S-s, n+1): a stage lags by the stages behind it, by at most n updates."""
-    return [min(num_stages - index, staleness + 1) for index in range(num_stages)]
-
-
 def _versions(
     mode: Mode, replicas: Sequence[int], staleness: int | None, versions: Sequence[int] | None
 ) -> Sequence[int]:
@@ -220,11 +215,8 @@ def _versions(
         raise UserError(f"staleness is {staleness}; it must be 0 (synchronous) or more")
     if versions is not None:
         return _one_per_stage("versions", versions, num_stages, _MOST_VERSIONS)
-    if mode is Mode.PIPEDREAM:
-        return [-(-sum(replicas[index:]) // replicas[index]) for index in range(num_stages)]
-    if mode is Mode.STALE:
-        return stale_versions(num_stages, num_stages - 1 if staleness is None else staleness)
-    return [1] * num_stages
+    own = mode.preset.versions
+    return [own(num_stages - index, sum(replicas[index + 1 :]), size, staleness) for index, size in enumerate(replicas)]
 
 
 def _join(numbers: Sequence[int]) -> str:

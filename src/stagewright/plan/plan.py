@@ -5,20 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from typing import Any
 
 from stagewright.cluster.placement import Placement, format_placement
 from stagewright.cluster.topology import Device
-
-
-class Mode(StrEnum):
-    """Presets of versions: how far a stage's weights may lag."""
-
-    DP = "dp"
-    SYNC = "sync"
-    STALE = "stale"
-    PIPEDREAM = "pipedream"
+from stagewright.config.modes import Mode as Mode
 
 
 def gradient_buffers(versions: Any, replicas: Any, is_tied: Any = False) -> Any:
@@ -133,7 +124,7 @@ class Plan:
     @property
     def is_synchronous(self) -> bool:
         """Whether every batch sees the last update everywhere."""
-        return self.mode is not Mode.PIPEDREAM and all(stage.versions == 1 for stage in self.stages)
+        return self.mode.preset.is_per_batch and all(stage.versions == 1 for stage in self.stages)
 
     @property
     def decision_delay(self) -> int:
@@ -165,7 +156,7 @@ class Plan:
 
     def with_microbatches(self, microbatches: int) -> Plan:
         """The plan with the same batch in so many microbatches."""
-        rounds = [stage.replicas if self.mode is Mode.PIPEDREAM else microbatches for stage in self.stages]
+        rounds = [microbatches if self.mode.preset.is_per_batch else stage.replicas for stage in self.stages]
         stages = (replace(stage, round=round) for stage, round in zip(self.stages, rounds, strict=True))
         return replace(self, microbatches=microbatches, stages=tuple(stages))
 

@@ -11,6 +11,7 @@ fits before a stage with more devices taken also fits with fewer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from stagewright.cluster.placement import Placement
+from stagewright.cluster.topology import Device
 from stagewright.errors import UserError
 from stagewright.plan.estimate import Setting
 from stagewright.plan.plan import Mode
@@ -42,10 +44,10 @@ class Partition:
     sizes: tuple[int, ...]
     seconds: float
 
-    def placement(self, blocks: Blocks) -> Placement:
-        """The devices of each stage."""
-        behind = [sum(self.sizes[index + 1 :]) for index in range(len(self.sizes))]
-        return tuple(blocks.take(rest, size) for rest, size in zip(behind, self.sizes, strict=True))
+    def placement(self, devices: Sequence[Device]) -> Placement:
+        """The devices of each stage, of which the last one has the last."""
+        bounds = itertools.accumulate(self.sizes, initial=len(devices) - sum(self.sizes))
+        return tuple(tuple(devices[first:end]) for first, end in itertools.pairwise(bounds))
 
 
 class Search:

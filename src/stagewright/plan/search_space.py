@@ -56,11 +56,6 @@ class Blocks:
     signature: Array  # index of its kind
     kinds: BlockKinds
 
-    def take(self, behind: int, size: int) -> tuple[Device, ...]:
-        """The devices of a block of some size with so many devices behind it."""
-        end = len(self.devices) - behind
-        return self.devices[end - size : end]
-
 
 def make_blocks(cluster: Cluster, kinds: Sequence[str], memories: Sequence[float] | None = None) -> Blocks:
     """The blocks of a cluster; `kinds` name its devices from the fastest to the slowest, `memories` are their bytes."""

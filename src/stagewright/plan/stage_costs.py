@@ -37,7 +37,7 @@ class TimeModel:
     @property
     def is_even(self) -> bool:
         """Whether replicas take turns across batches, so that a fraction of a microbatch per batch makes sense."""
-        return self.mode in (Mode.STALE, Mode.PIPEDREAM)
+        return self.mode.preset.has_lag
 
     def seconds(self, segments: Segments, blocks: BlockKinds) -> Array:
         """Seconds per batch of every segment on every kind of block: kinds x pairs."""
@@ -56,7 +56,7 @@ class TimeModel:
     def _inside(self, segments: Segments, blocks: BlockKinds) -> tuple[Array, Array]:
         """Seconds per batch that a block computes and waits for its all-reduce, and those of the all-reduce alone."""
         size = blocks.size[:, None]
-        rounds = self.microbatches / size if self.mode is Mode.PIPEDREAM else 1.0
+        rounds = 1.0 if self.mode.preset.is_per_batch else self.microbatches / size
         copied = (segments.entering + segments.leaving) * self.copies
         factor = cost.scaling_factor(size, blocks.machines[:, None], self.software, self.precision)
         is_whole = (segments.first == 0) & (segments.last == segments.units)
@@ -92,11 +92,7 @@ class MemoryLimits:
 
     def versions(self, stages: int, behind: Array, size: Array) -> Array:
         """Versions of a stage that is the first of the last `stages` stages and has `behind` devices behind it."""
-        if self.mode is Mode.PIPEDREAM:
-            return -(-(behind + size) // size)
-        if self.mode is not Mode.STALE:
-            return np.ones_like(behind + size)
-        return np.full_like(behind + size, min(stages, (stages if self.staleness is None else self.staleness) + 1))
+        return self.mode.preset.versions(stages, behind + 0 * size, size, self.staleness)
 
     def most_behind(self, segments: Segments, blocks: Blocks, stages: int) -> Array:
         """The most devices behind a stage with which it still fits: blocks x pairs, negative where it never fits."""
@@ -113,7 +109,7 @@ class MemoryLimits:
     def needs(self, segments: Segments, pairs: Any, stages: int, behind: Array, size: Array) -> Array:
         """Bytes per rank of each segment on each block."""
         versions = self.versions(stages, behind, size)
-        rounds = size if self.mode is Mode.PIPEDREAM else self.microbatches
+        rounds = self.microbatches if self.mode.preset.is_per_batch else size
         depth = microbatches_held(-(-(behind + size) // size) + stages - 1, versions, rounds, size)
         if stages == 1:
             depth = np.ones_like(depth)

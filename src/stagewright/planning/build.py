@@ -32,7 +32,7 @@ from stagewright.plan.make import (
 from stagewright.plan.plan import Mode, Plan, TiedParameter
 from stagewright.plan.search import best_cuts
 from stagewright.plan.stability import Motion, stability_warning
-from stagewright.planning.planner import bubble_in, every_lag, least_lag
+from stagewright.planning.lag import bubble_in, every_lag, least_lag
 from stagewright.planning.simulate import Costs, steady
 from stagewright.profile.profile import NotProfiled
 
@@ -79,7 +79,7 @@ def build_plan(
             microbatches=microbatches,
             mode=mode,
             staleness=options.staleness,
-            versions=stage_numbers(options.versions, "versions", ",") if mode is Mode.STALE else None,
+            versions=stage_numbers(options.versions, "versions", ",") if mode.preset.has_staleness else None,
             depths=stage_numbers(options.depths, "depths", ","),
             cuts=(cuts := _cuts(options, mode, placement, chain, setting, batch, microbatches)),
             tied=[] if chain is None else [TiedParameter(*tied) for tied in chain.tied(cuts)],
@@ -87,7 +87,7 @@ def build_plan(
         if options.policy == "gpipe":
             stages = (replace(stage, depth=-(-microbatches // stage.replicas)) for stage in plan.stages)
             plan = replace(plan, stages=tuple(stages))  # all forwards of a batch before its first backward
-        if mode is Mode.STALE and options.staleness is None and options.versions is None and len(plan.stages) > 1:
+        if mode.preset.has_staleness and (options.staleness, options.versions) == (None, None) and len(plan.stages) > 1:
             bubble_of = _bubble(plan, setting(placement), costs)
             plan = plan if bubble_of is None else least_lag(plan, bubble_of)
             if bubble_of is not None and not one_each and not never_waits:
@@ -101,8 +101,8 @@ def _mode_and_placement(options: PlanConfig, cluster: Cluster) -> tuple[Mode, Pl
     """The devices of each stage, the first one where nobody has chosen; and the mode: of one stage without lag, dp."""
     text = FIRST_DEVICE if options.placement == AUTO else options.placement
     placement, mode = parse_placement(text, cluster), Mode(options.mode or Mode.STALE)
-    is_lagging = mode is Mode.PIPEDREAM or stage_numbers(options.versions, "versions", ",") not in (None, [1])
-    if mode is Mode.DP or (len(placement) == 1 and not is_lagging):
+    is_lagging = not mode.preset.is_per_batch or stage_numbers(options.versions, "versions", ",") not in (None, [1])
+    if not mode.preset.has_stages or (len(placement) == 1 and not is_lagging):
         return Mode.DP, as_one_stage(placement)
     return mode, placement
 
@@ -141,8 +141,8 @@ def resolved_options(options: PlanConfig, plan: Plan) -> PlanConfig:
         file=None,
         placement=format_placement(plan.placement),
         cut=",".join(plan.cuts) or None,
-        mode=plan.mode.value,
-        versions=",".join(str(stage.versions) for stage in plan.stages) if plan.mode is Mode.STALE else None,
+        mode=plan.mode,
+        versions=",".join(str(stage.versions) for stage in plan.stages) if plan.mode.preset.has_staleness else None,
         depths=",".join(str(stage.depth) for stage in plan.stages) if plan.cuts else None,
         batch=plan.batch,
         microbatches=plan.microbatches,
@@ -188,7 +188,7 @@ def _cuts(
 
     A model whose shapes can't be traced is divided by operations, in proportion to the stages' replicas.
     """
-    if options.mode == "dp":
+    if options.mode is Mode.DP:
         return ()
     if chain is not None and (given := _given_cuts(chain, len(placement), options.cut, options.shares)) is not None:
         return given
@@ -236,8 +236,9 @@ def with_agreement(config: Config, plan: Plan) -> Plan:
     """The plan with what stages exchange before an update: norms to clip by, and overflow flags of fp16."""
     scaled = config.run.precision == "fp16"
     most = max(stage.replicas for stage in plan.stages)
-    if scaled and plan.mode == "pipedream":
-        raise UserError("precision fp16 supports modes sync, stale and dp, but the mode is pipedream; use bf16")
+    if scaled and not plan.mode.preset.is_per_batch:
+        known = ", ".join(Mode.where(lambda preset: preset.is_per_batch))
+        raise UserError(f"precision fp16 supports modes {known}, but the mode is {plan.mode}; use bf16")
     if scaled and plan.microbatches < most:
         raise UserError(
             f"precision fp16 needs a microbatch for each of the {most} replicas, but a batch has {plan.microbatches}; "
@@ -310,6 +311,6 @@ def warn_about_lag(config: Config, plan: Plan, warn: Warn) -> None:
         warn("--predict changes nothing: no stage lags")
     if has_stable_rate(options.name):
         motion = Motion(options.momentum, lag, options.predict, options.nesterov)
-        takes_staleness = plan.mode is Mode.STALE and config.plan.versions is None
+        takes_staleness = plan.mode.preset.has_staleness and config.plan.versions is None
         if warning := stability_warning(motion, options.lr, takes_staleness=takes_staleness):
             warn(warning)

@@ -39,6 +39,7 @@ from stagewright.planning.traced import TracedModel, form_of, rate_of, trace_mod
 from stagewright.profile.profile import Profile, read_profile
 from stagewright.profile.shapes import Shape
 from stagewright.run.profile import CORE_RATE, Subject, profile_here
+from stagewright.voice import Voice
 
 Progress = Callable[[str], None]
 USUAL_SAMPLES = 32  # of a batch, a device
@@ -115,7 +116,7 @@ def search(options: Any, asked: Asked, progress: Progress, modes: Sequence[str] 
         microbatches=options.microbatches,
         staleness=options.staleness,
         synchronous=modes is None and is_for_train(options, asked),
-        progress=progress,
+        voice=Voice(progress=progress),
     )
 
 

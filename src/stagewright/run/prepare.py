@@ -265,7 +265,7 @@ def _planned(opening: Opening, cluster: Cluster, chain: Chain, voice: Voice) -> 
         )
         if config.plan.file is not None:
             config = replace(config, plan=resolved_options(config.plan, plan))
-        config = replace(config, plan=replace(config.plan, mode=plan.mode.value, batch=plan.batch))
+        config = replace(config, plan=replace(config.plan, mode=plan.mode, batch=plan.batch))
     warn_about_lag(config, plan, voice.warn)
     return config, with_agreement(config, plan)
 

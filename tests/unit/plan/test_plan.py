@@ -5,11 +5,13 @@ import re
 from dataclasses import replace
 from typing import get_args, get_type_hints
 
+import numpy as np
 import pytest
 
 from stagewright.cluster.placement import format_placement, parse_placement
 from stagewright.cluster.topology import Cluster, Machine
-from stagewright.config.sections import AUTO, PlanConfig, RunConfig
+from stagewright.config.modes import PRESETS
+from stagewright.config.sections import AUTO, RunConfig
 from stagewright.errors import UserError
 from stagewright.plan.make import default_depths, default_microbatches, make_plan, read_plan
 from stagewright.plan.plan import Mode, Plan, TiedParameter
@@ -279,9 +281,7 @@ def test_a_plan_in_more_microbatches_is_the_plan_made_with_so_many(mode: Mode) -
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
-def test_options_name_every_mode_and_every_kind_of_device() -> None:
-    modes, _ = get_args(get_type_hints(PlanConfig)["mode"])  # or None, for the default
-    assert set(get_args(modes)) == set(Mode)
+def test_options_name_every_kind_of_device() -> None:
     assert set(get_args(get_type_hints(RunConfig)["device"])) == {AUTO, *DEVICES}
 
 
@@ -301,3 +301,14 @@ def test_a_plan_file_keeps_its_ties_and_may_have_none() -> None:
     with pytest.raises(UserError, match="stages 0, 5 share 'w', but the plan has 3 stages"):
         ties = [{"stages": [0, 5], "parameters": [{"names": ["w"], "homes": [0, 5], "size": 1}]}]
         read_plan(json.dumps(described | {"ties": ties}), "file")
+
+
+def test_every_mode_has_a_preset_whose_versions_take_arrays() -> None:
+    assert list(PRESETS) == list(Mode)
+    replicas = np.array([4, 2, 1])
+    behind = replicas.sum() - replicas.cumsum()
+    for mode, preset in PRESETS.items():
+        plan = make_plan(parse_placement("0:0-3.0:4-5.0:6"), batch=8, microbatches=8, mode=mode)
+        if preset.has_stages:
+            found = [preset.versions(3 - index, behind, replicas, None)[index] for index in range(3)]
+            assert found == [stage.versions for stage in plan.stages]

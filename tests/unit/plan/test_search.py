@@ -260,7 +260,7 @@ def test_found_partitions_fit_as_plans(case: tuple[Setting, Mode, int]) -> None:
         return
     blocks = make_blocks(where.cluster, ["made"])
     cuts = [f"u{bound}" for bound in found.bounds[1:-1]]
-    plan = make_plan(found.placement(blocks), batch=count, microbatches=count, mode=mode, cuts=cuts)
+    plan = make_plan(found.placement(blocks.devices), batch=count, microbatches=count, mode=mode, cuts=cuts)
     Estimate(plan, where).require_fit()
 
 

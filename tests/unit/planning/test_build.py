@@ -32,7 +32,7 @@ from stagewright.planning.build import (
     warn_about_waiting,
     with_agreement,
 )
-from stagewright.planning.planner import bubble_in, least_lag
+from stagewright.planning.lag import bubble_in, least_lag
 from stagewright.planning.setting import make_setting
 from stagewright.planning.simulate import StageCosts, balanced_costs, steady
 from stagewright.planning.traced import trace_model
@@ -133,7 +133,7 @@ def test_warns_about_microbatches_that_leave_devices_idle(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"mode": "pipedream", "placement": "0:0.0:1"}, "fp16 .*sync, stale and dp.* pipedream"),
+        ({"mode": "pipedream", "placement": "0:0.0:1"}, "fp16 .*dp, sync, stale, .* pipedream"),
         ({"placement": "0:0-3.0:4", "microbatches": 2}, "a microbatch for each of the 4 replicas, but a batch has 2"),
     ],
 )

@@ -18,9 +18,11 @@ from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.make import make_plan, read_plan
 from stagewright.plan.plan import Mode
 from stagewright.plan.search import best_cuts, make_search
-from stagewright.planning.planner import Choice, choose, choose_depth, every_lag, explain, microbatch_counts
+from stagewright.planning.lag import choose_depth, every_lag
+from stagewright.planning.planner import Choice, choose, explain
 from stagewright.planning.predict import predict
 from stagewright.planning.setting import make_setting
+from stagewright.planning.space import microbatch_counts
 from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
 from tests.unit.planning.laws import make_made_setting, random_setting
