@@ -32,7 +32,7 @@ from stagewright.plan.make import (
 from stagewright.plan.plan import Mode, Plan, TiedParameter
 from stagewright.plan.search import best_cuts
 from stagewright.plan.stability import Motion, stability_warning
-from stagewright.planning.lag import bubble_in, every_lag, least_lag
+from stagewright.planning.climb import bubble_in, every_lag, least_lag
 from stagewright.planning.simulate import Costs, steady
 from stagewright.profile.profile import NotProfiled
 

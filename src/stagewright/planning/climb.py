@@ -1,22 +1,27 @@
 """The climb: simulates the most promising plans of a space, and improves the best as long as a small change is faster.
 
 Plans are simulated in the order of their lower bound (`Estimate.floor`); one that can't be faster than the best is not.
+Lag and depth of a plan are chosen here too: the least lag that keeps ranks busy, and the least depth.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 
 from stagewright.errors import UserError
-from stagewright.plan.estimate import Estimate, with_own_ties, with_whole_batches
+from stagewright.plan.estimate import Estimate, Setting, with_own_ties, with_whole_batches
+from stagewright.plan.make import with_ties
 from stagewright.plan.plan import Mode, Plan
-from stagewright.planning.lag import BUBBLE_MARGIN, choose_depth, every_lag
 from stagewright.planning.predict import Prediction, predict
+from stagewright.planning.simulate import ClusterCosts, steady
 from stagewright.planning.space import MOST_STAGES, Effort, Part, Space
 from stagewright.voice import SILENT, Voice
 
+_BUBBLE_MARGIN = 0.02
+_TIE = 0.005
 MARGIN = 0.03  # a smaller gain is not worth more stages, lag and memory
 _LEAST_GAIN = 1e-4
 _MOST_SHOWN = 6  # plans of several stages
@@ -159,7 +164,7 @@ class Climb:
         if not plan.mode.preset.has_staleness or self._space.staleness is not None:
             return self._deepest(plan)
         *lesser, fullest = map(self._deepest, every_lag(plan))
-        wanted = fullest.steady.bubble + BUBBLE_MARGIN
+        wanted = fullest.steady.bubble + _BUBBLE_MARGIN
         found = next((lag for lag in lesser if lag.steady.bubble <= wanted and lag.fits), fullest)
         if found.plan.is_synchronous:
             found = self.predict(replace(found.plan, mode=Mode.SYNC))
@@ -205,3 +210,53 @@ def _varied(seeds: Iterable[Estimate], effort: Effort) -> list[Estimate]:
     for estimate in ordered[effort.seeds :]:
         others.setdefault((estimate.plan.mode, estimate.plan.shape), estimate)
     return [*least, *[estimate for kind, estimate in others.items() if kind not in kinds][: effort.shapes]]
+
+
+# --- Lag and depth ----------------------------------------------------------------------------------------------------
+
+
+def bubble_in(setting: Setting) -> Callable[[Plan], float]:
+    """The share of time that a plan's ranks wait in a setting; computed once per plan."""
+
+    def bubble(plan: Plan) -> float:
+        deep = with_whole_batches(plan, setting.software)
+        return steady(deep, ClusterCosts(Estimate(deep, setting))).bubble
+
+    return cache(bubble)
+
+
+def least_lag(plan: Plan, bubble: Callable[[Plan], float]) -> Plan:
+    """The smallest lag whose bubble is within two points of the fullest lag's."""
+    *lesser, fullest = every_lag(plan)
+    most = bubble(fullest) + _BUBBLE_MARGIN
+    return next((candidate for candidate in lesser if bubble(candidate) <= most), fullest)
+
+
+def every_lag(plan: Plan) -> list[Plan]:
+    """The same plan with no lag, with a lag of one update, and so on."""
+    count = len(plan.stages)
+    tied = [parameter for tie in plan.ties for parameter in tie.parameters]
+    found = []
+    for most in range(1, count + 1):
+        stages = tuple(replace(stage, versions=min(count - stage.index, most)) for stage in plan.stages)
+        found.append(with_ties(replace(plan, stages=stages), tied))
+    return found
+
+
+def choose_depth(plan: Plan, predicted: Callable[[Plan], Prediction]) -> Prediction:
+    """The prediction of a plan at the best of three depths: the default, one less and one more.
+
+    That is the shallowest within half a percent of the fastest that fits: a shallower pipeline needs less memory.
+    """
+    usual = predicted(plan)
+    if len(plan.stages) == 1 or not plan.mode.preset.is_per_batch:
+        return usual
+
+    def deeper(by: int) -> Plan:
+        stages = (stage if stage.is_last else replace(stage, depth=max(1, stage.depth + by)) for stage in plan.stages)
+        return replace(plan, stages=tuple(stages))
+
+    tried = [predicted(deeper(-1)), usual, predicted(deeper(1))]
+    fitting = [prediction for prediction in tried if prediction.fits] or [usual]
+    fastest = max(prediction.images_per_second for prediction in fitting)
+    return next(prediction for prediction in fitting if prediction.images_per_second >= fastest * (1 - _TIE))

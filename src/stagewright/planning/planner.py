@@ -4,7 +4,7 @@
 several numbers of microbatches and stages, on all devices and on parts of them (`space`). What counts is the simulator:
 the most promising are simulated, those of other shapes too, and the best are improved by small changes (`climb`): a
 cut, the microbatches, a device that moves or is left out, two stages that swap devices or merge. Lag and depth are
-chosen together, last (`lag`). Machines are planned in an order of their own, so that theirs does not matter.
+chosen together, last. Machines are planned in an order of their own, so that theirs does not matter.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from stagewright.metrics import MIB
 from stagewright.plan.cost import GRADIENT_BYTES
 from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.plan import Mode, Plan
-from stagewright.planning.climb import Climb, fewest_stages
-from stagewright.planning.lag import every_lag
+from stagewright.planning.climb import Climb, every_lag, fewest_stages
 from stagewright.planning.predict import Prediction
 from stagewright.planning.space import Space, microbatch_counts
 from stagewright.voice import SILENT, Voice

@@ -32,7 +32,7 @@ from stagewright.planning.build import (
     warn_about_waiting,
     with_agreement,
 )
-from stagewright.planning.lag import bubble_in, least_lag
+from stagewright.planning.climb import bubble_in, least_lag
 from stagewright.planning.setting import make_setting
 from stagewright.planning.simulate import StageCosts, balanced_costs, steady
 from stagewright.planning.traced import trace_model

@@ -18,7 +18,7 @@ from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.make import make_plan, read_plan
 from stagewright.plan.plan import Mode
 from stagewright.plan.search import best_cuts, make_search
-from stagewright.planning.lag import choose_depth, every_lag
+from stagewright.planning.climb import choose_depth, every_lag
 from stagewright.planning.planner import Choice, choose, explain
 from stagewright.planning.predict import predict
 from stagewright.planning.setting import make_setting

@@ -13,7 +13,7 @@ from stagewright.cluster.topology import HOST, Cluster, Level, Link, Machine
 from stagewright.plan.estimate import Estimate, Setting
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode, Plan, Stage, TiedParameter
-from stagewright.planning.lag import every_lag
+from stagewright.planning.climb import every_lag
 from stagewright.planning.predict import predict, traffic
 from stagewright.planning.simulate import (
     ClusterCosts,
