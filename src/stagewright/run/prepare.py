@@ -11,30 +11,35 @@ Further down: whether this machine has the devices and the memory that the optio
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from stagewright.cluster.placement import format_devices
 from stagewright.cluster.topology import ANYWHERE, Cluster
 from stagewright.config.fits import Facts, check_fits
 from stagewright.config.optimizers import OPTIMIZERS
 from stagewright.config.sections import MOST_STEPS, Config
 from stagewright.config.sources import names_images
+from stagewright.config.toml import as_toml
 from stagewright.data.order import Order
-from stagewright.errors import UserError, counted, did_you_mean, first_line
+from stagewright.errors import UserError, counted, did_you_mean, first_line, printable
+from stagewright.hardware.environment import read_environment
 from stagewright.hardware.host import num_cores
 from stagewright.model.call import Form
 from stagewright.model.chain import Chain, Way
 from stagewright.model.networks.weights import count_frozen
 from stagewright.model.pieces import Piece
 from stagewright.model.prove import Proof, first_proven, prove
-from stagewright.objects import load_callable
+from stagewright.objects import MODULE, load_callable
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
 from stagewright.planning.build import build_plan, resolved_options, warn_about_lag, with_agreement
@@ -45,10 +50,11 @@ from stagewright.planning.simulate import balanced_costs
 from stagewright.run.defaults import is_open
 from stagewright.run.dry_run import dry_run
 from stagewright.run.export import rehearse
-from stagewright.run.folder import WEIGHTS_FILE, new_folder
+from stagewright.run.folder import PLAN_FILE, PROOF_FILE, WEIGHTS_FILE, new_folder
 from stagewright.run.opening import Launch, Opening, open_run
 from stagewright.run.plan import AutoPlan, auto_plan_lines, find_plan, one_device
 from stagewright.runtime.comm.device import gpu_of
+from stagewright.runtime.faults import append_log
 from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.nodes import cluster_of
 from stagewright.runtime.process.assemble import has_channels_last, image_workers
@@ -324,6 +330,59 @@ def _exports(config: Config, model: nn.Module, pieces: Sequence[Piece], keeps_we
     except UserError:
         return False
     return True
+
+
+# --- What a folder says of its run ------------------------------------------------------------------------------------
+
+
+def write_start(job: Job, warnings: Sequence[str] = ()) -> None:
+    """Write the files that describe a run before it starts: configuration, plan, environment, warnings so far."""
+    folder = Path(job.folder)
+    for name in ("summary.json", "trace.json"):  # of the run that this one resumes
+        (folder / name).unlink(missing_ok=True)
+    job.save(folder / "job.json")
+    (folder / "config.toml").write_text(as_toml(job.config))
+    (folder / PLAN_FILE).write_text(json.dumps(job.plan.describe(), indent=1))
+    known = {"command": sys.argv} | read_environment().describe()
+    (folder / "env.json").write_text(json.dumps(known, indent=1))
+    (folder / PROOF_FILE).unlink(missing_ok=True)
+    if job.proof is not None:
+        (folder / PROOF_FILE).write_text(json.dumps(asdict(job.proof)))
+    lines = (*(f"warning: {warning}" for warning in warnings), *_weights(job), *_proof(job))
+    append_log(folder, "".join(f"{printable(line)}\n" for line in lines))
+
+
+def _proof(job: Job) -> tuple[str, ...]:
+    """What is proven of the cut, in one line; none where there is no cut."""
+    if not job.plan.cuts:
+        return ()
+    return (f"proven: {job.proof}",) if job.proof else ("not proven: the stages may compute what the model does not",)
+
+
+def headline(job: Job) -> tuple[str, ...]:
+    """What is about to run, in two lines, and what is proven of it."""
+    plan = job.plan
+    parts = []
+    for stage, devices in zip(plan.stages, plan.placement, strict=True):
+        first = f" from {plan.cuts[stage.index - 1]}" if stage.index else ""
+        lag = f", lag {stage.versions - 1}" if stage.versions > 1 else ""
+        parts.append(f"stage {stage.index} on {format_devices(devices)}{first}{lag}")
+    microbatches, steps = counted(plan.microbatches, "microbatch", "es"), counted(job.batches, "step")
+    return (
+        f"{job.config.model.name.removeprefix(MODULE)}, mode {plan.mode}: {'; '.join(parts)}",
+        f"batch {plan.batch} in {microbatches}, {'' if job.is_scripted else f'{steps}, '}files in {job.folder}",
+        *_weights(job),
+        *_proof(job),
+    )
+
+
+def _weights(job: Job) -> tuple[str, ...]:
+    """Where the first weights came from, if they are not new, and how many are not trained."""
+    started = () if job.weights is None else (f"starts from {job.weights}", *job.weights.remarks)
+    return (*started, f"frozen: {job.frozen:,} parameters") if job.frozen else started
+
+
+# --- Whether this machine has what it takes ---------------------------------------------------------------------------
 
 
 def require_devices(config: Config, plan: Plan, voice: Voice) -> None:

@@ -24,7 +24,8 @@ from stagewright.config.sections import Config
 from stagewright.errors import Interrupted, RunFailed, UserError, printable
 from stagewright.report.live.terminal import say
 from stagewright.run.opening import Launch, Opening
-from stagewright.run.train import Host, begun, headline, hosted, run
+from stagewright.run.prepare import headline
+from stagewright.run.train import Host, begun, hosted, run
 from stagewright.runtime.checkpoint.history import History, read_history
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.assemble import ScriptParts
@@ -102,7 +103,7 @@ class Local:
         self.job, self._chain = made.job, made.chain
         self.history = read_history(self.job)
         say(console, *headline(self.job))
-        self._host: Host = self._stack.enter_context(hosted(self.job, voice, Console(quiet=True)))
+        self._host: Host = self._stack.enter_context(hosted(made, voice, Console(quiet=True)))
 
     @property
     def is_main(self) -> bool:

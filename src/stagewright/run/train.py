@@ -24,13 +24,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import Module
 
-from stagewright import objects
-from stagewright.cluster.placement import format_devices
 from stagewright.config.sections import Config
-from stagewright.config.toml import as_tables, as_toml
-from stagewright.errors import Interrupted, RunFailed, UserError, counted, first_line, printable
+from stagewright.config.toml import as_tables
+from stagewright.errors import Interrupted, RunFailed, UserError, first_line, printable
 from stagewright.events import Best, Evaluated, Step
-from stagewright.hardware.environment import read_environment
 from stagewright.metrics import IMAGES, Unit, format_rate, metric_words
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
@@ -40,15 +37,15 @@ from stagewright.report.live.terminal import RunConsole, say
 from stagewright.report.read import evaluated_on
 from stagewright.report.run import run_page
 from stagewright.run.export import export_checkpoint, export_states, require_target
-from stagewright.run.folder import PLAN_FILE, PROOF_FILE, WEIGHTS_FILE, failure_recorded, run_lock
+from stagewright.run.folder import PLAN_FILE, WEIGHTS_FILE, failure_recorded, run_lock
 from stagewright.run.observe.monitor import Callback, Callbacks, check_monitor_rate, fan_out, monitored, usage_totals
 from stagewright.run.observe.trackers import require_tracker, tracked
 from stagewright.run.opening import Launch, Opening
-from stagewright.run.prepare import Prepared, memory_advice, predict_job, prepare
+from stagewright.run.prepare import Prepared, headline, memory_advice, predict_job, prepare, write_start
 from stagewright.run.report import open_run, write_page
 from stagewright.run.resume import resumed_run
 from stagewright.runtime.checkpoint.folder import best_folder, list_folders, newest_intact
-from stagewright.runtime.faults import append_log, traceback_in_log
+from stagewright.runtime.faults import traceback_in_log
 from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.nodes import Site, find_site
 from stagewright.runtime.process.children import SpareRanks
@@ -208,11 +205,10 @@ def _run(given: Config | Opening, asked: _Asked, site: Site | None, group: Exter
             return _run_other_machine(job, other, asked)
         if group is not None:
             group.publish(job)
-        predicted = None if made.prediction is None else made.prediction.images_per_second
-        if predicted is not None and made.interval is None:  # else the line about the layout has said it
+        if made.prediction is not None and made.interval is None:  # else the line about the layout has said it
             unit = job.throughput_unit
-            asked.say(f"predicted: {format_rate(unit.of(predicted))} {unit.rate}")
-        with hosted(job, voice, asked.console, predicted, asked.callbacks, asked.progress) as host:
+            asked.say(f"predicted: {format_rate(unit.of(made.prediction.images_per_second))} {unit.rate}")
+        with hosted(made, voice, asked.console, asked.callbacks, asked.progress) as host:
             host.exported = _execute(made, host, site or group, asked)
         assert host.result is not None
         return host.result
@@ -262,16 +258,15 @@ class Host:
 
 @contextmanager
 def hosted(
-    job: Job,
+    made: Prepared,
     voice: Voice,
     console: Console,
-    predicted: float | None = None,
     callbacks: Callbacks | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Host]:
     """Within, the events of a job's ranks are collected; then its trace, summary and report are written."""
-    callbacks = callbacks or Callbacks()
-    folder, began = Path(job.folder), time.monotonic()
+    job, callbacks, began = made.job, callbacks or Callbacks(), time.monotonic()
+    folder = Path(job.folder)
     steps, unit, every = None if job.is_scripted else job.batches, job.throughput_unit, job.config.run.log_every
     data, world = evaluated_on(as_tables(job.config)), job.plan.world
     try:
@@ -293,7 +288,7 @@ def hosted(
             write_start(job, [f"{folder} was deleted while the run trained; what was in it is lost"])
         collector, took = ledger.collector, {"seconds": time.monotonic() - began, "use": usage_totals(monitor)}
         (folder / "trace.json").write_text(json.dumps(collector.timeline.chrome_trace()))
-        summary = _summary(job, collector, predicted, host.exported) | took
+        summary = _summary(made, collector, host.exported) | took
         (folder / "summary.json").write_text(json.dumps(summary, indent=1))
         own = tuple(collector.steps), tuple(collector.evaluations)
         host.result = Result(folder, job.plan, *own, summary, host.exported)
@@ -328,9 +323,9 @@ def _stopped(job: Job, batch: int, callbacks: Callbacks) -> Path | None:
     return export_checkpoint(newest, Path(job.export))
 
 
-def _summary(job: Job, collector: Collector, predicted: float | None, exported: Path | None) -> dict[str, Any]:
+def _summary(made: Prepared, collector: Collector, exported: Path | None) -> dict[str, Any]:
     """What a run came to, as summary.json has it; speeds are in samples, whatever the unit."""
-    speed, last = collector.speed(), collector.steps[-1] if collector.steps else None
+    job, speed, last = made.job, collector.speed(), collector.steps[-1] if collector.steps else None
     return {
         "folder": job.folder,
         "machine": 0,
@@ -339,7 +334,7 @@ def _summary(job: Job, collector: Collector, predicted: float | None, exported: 
         "batches": len(collector.steps),
         "images_per_second": speed and speed.rate,
         "steady_steps": speed.steps if speed else 0,  # that the speed counts
-        "predicted_images_per_second": predicted,
+        "predicted_images_per_second": made.prediction and made.prediction.images_per_second,
         "unit": job.unit,
         "per_sample": job.per_sample,
         "loss": last and last.loss,
@@ -441,53 +436,6 @@ def _export(job: Job, states: Sequence[dict[str, Tensor]]) -> Path | None:
     except UserError as error:
         kept = export_states(job.config, states, Path(job.folder) / WEIGHTS_FILE)
         raise UserError(f"{error} (they are in {kept})") from error
-
-
-def write_start(job: Job, warnings: Sequence[str] = ()) -> None:
-    """Write the files that describe a run before it starts: configuration, plan, environment, warnings so far."""
-    folder = Path(job.folder)
-    for name in ("summary.json", "trace.json"):  # of the run that this one resumes
-        (folder / name).unlink(missing_ok=True)
-    job.save(folder / "job.json")
-    (folder / "config.toml").write_text(as_toml(job.config))
-    (folder / PLAN_FILE).write_text(json.dumps(job.plan.describe(), indent=1))
-    known = {"command": sys.argv} | read_environment().describe()
-    (folder / "env.json").write_text(json.dumps(known, indent=1))
-    (folder / PROOF_FILE).unlink(missing_ok=True)
-    if job.proof is not None:
-        (folder / PROOF_FILE).write_text(json.dumps(asdict(job.proof)))
-    lines = (*(f"warning: {warning}" for warning in warnings), *_weights(job), *_proof(job))
-    append_log(folder, "".join(f"{printable(line)}\n" for line in lines))
-
-
-def _proof(job: Job) -> tuple[str, ...]:
-    """What is proven of the cut, in one line; none where there is no cut."""
-    if not job.plan.cuts:
-        return ()
-    return (f"proven: {job.proof}",) if job.proof else ("not proven: the stages may compute what the model does not",)
-
-
-def headline(job: Job) -> tuple[str, ...]:
-    """What is about to run, in two lines, and what is proven of it."""
-    plan = job.plan
-    parts = []
-    for stage, devices in zip(plan.stages, plan.placement, strict=True):
-        first = f" from {plan.cuts[stage.index - 1]}" if stage.index else ""
-        lag = f", lag {stage.versions - 1}" if stage.versions > 1 else ""
-        parts.append(f"stage {stage.index} on {format_devices(devices)}{first}{lag}")
-    microbatches, steps = counted(plan.microbatches, "microbatch", "es"), counted(job.batches, "step")
-    return (
-        f"{job.config.model.name.removeprefix(objects.MODULE)}, mode {plan.mode}: {'; '.join(parts)}",
-        f"batch {plan.batch} in {microbatches}, {'' if job.is_scripted else f'{steps}, '}files in {job.folder}",
-        *_weights(job),
-        *_proof(job),
-    )
-
-
-def _weights(job: Job) -> tuple[str, ...]:
-    """Where the first weights came from, if they are not new, and how many are not trained."""
-    started = () if job.weights is None else (f"starts from {job.weights}", *job.weights.remarks)
-    return (*started, f"frozen: {job.frozen:,} parameters") if job.frozen else started
 
 
 def _write_report(job: Job, voice: Voice) -> None:
