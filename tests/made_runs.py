@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,15 @@ def timeline(batches: int = 3) -> Timeline:
         spans.append(Span(rank, "transfer", "SA", f"0SA{i}>2", start + 0.015, start + 0.02))
         spans.append(Span(2, "compute", "F", f"1F{i}@{i // 4}", start, start + 0.02))
         spans.append(Span(2, "compute", "B", f"1B{i}@{i // 4}", start + 0.02, start + 0.05))
+    return Timeline(tuple(spans))
+
+
+def delayed(trace: Timeline, microbatch: int, by: float) -> Timeline:
+    """A timeline that pauses for some seconds before a microbatch."""
+    spans = []
+    for span in trace.spans:
+        moved = by if int(re.findall(r"[A-Z]+(\d+)", span.name)[0]) >= microbatch else 0.0
+        spans.append(replace(span, start=span.start + moved, end=span.end + moved))
     return Timeline(tuple(spans))
 
 

@@ -40,7 +40,7 @@ from stagewright.run.report import make_page, runs_page, write_page
 from stagewright.runtime.status_file import OPS, RECORD, State, status_path
 from stagewright.schedule.action import Op
 from tests.browser.conftest import find_chromium
-from tests.made_runs import make_run, timeline, usage
+from tests.made_runs import delayed, make_run, timeline, usage
 
 SCREENS = {"wide": (1400, 900), "phone": (390, 844)}
 MOST_BYTES, BARS = 120_000, 10_240
@@ -62,19 +62,9 @@ def learning(count: int, speed: float, seed: int, end: float) -> list[Any]:
     return [*records, Saved(count * 3 // 8, 10**7, 0.4)]
 
 
-def paused(batches: int, at: int) -> Timeline:
-    """A timeline with a pause for an evaluation after a batch."""
-    spans = []
-    for span in timeline(batches).spans:
-        number = int("".join(filter(str.isdigit, span.name[2:].partition("@")[0].partition("<")[0].partition(">")[0])))
-        later = 0.4 if number >= 4 * at else 0.0
-        spans.append(replace(span, start=span.start + later, end=span.end + later))
-    return Timeline(tuple(spans))
-
-
 def make_pages(folder: Path) -> dict[str, Path]:
     """The pages that need nobody else's files, by name."""
-    trace = paused(80, 50)
+    trace = delayed(timeline(80), 200, 0.4)
     predicted = {"images_per_second": 318.0, "predicted_images_per_second": 331.0}
     ours = make_run(
         folder / "20260101-120000-vgg-small-stale-2-1",

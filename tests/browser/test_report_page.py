@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import re
 import threading
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +22,7 @@ from stagewright.report.page import Page, Pipeline, Table
 from stagewright.run.folder import run_lock
 from stagewright.run.report import live_page, make_page, runs_page, write_page
 from tests.browser.conftest import Opened
-from tests.made_runs import append, make_run, steps, timeline, usage
+from tests.made_runs import append, delayed, make_run, steps, timeline, usage
 from tests.unit.report.test_html import EVIL, whole
 
 Visit = Callable[..., Opened]
@@ -327,53 +327,54 @@ def test_ten_thousand_bars_make_a_small_page_and_are_all_drawn(tmp_path: Path, v
     print(f"{path.stat().st_size:,} bytes, ready in {ready:.0f} ms, frames {min(frames):.1f} to {max(frames):.1f} ms")
 
 
-def test_a_served_page_updates_with_the_run(tmp_path: Path, visit: Visit) -> None:
-    folder = make_run(tmp_path / "run", steps(5), is_finished=False)
-    with PageServer(0, lambda path: live_page(folder)) as server:
+@contextmanager
+def serving(make: Callable[[str], str | None]) -> Iterator[str]:
+    """The address of a server of pages."""
+    with PageServer(0, make) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            with run_lock(folder):
-                opened = visit(server.url)
-                first = opened.page.locator(".summary p").first
-                assert "5 of 20 steps" in first.inner_text()
-                opened.page.locator("summary").first.click()
-                log = figure(opened, "Loss").get_by_role("button", name="Log axis")
-                log.click()  # and keeps the focus
-                append(folder, *steps(9)[5:])
-                opened.page.locator(".summary p", has_text="9 of 20 steps").wait_for()
-                assert opened.page.locator("details[open]").count() == 1, "what was open stays open"
-                assert log.get_attribute("aria-pressed") == "true", "and the axis as it was chosen"
-                assert log.evaluate("(button) => button === document.activeElement")
-                assert path_of(figure(opened, "Loss"), 0).count("L") == 8, "of the new steps"
-            opened.page.get_by_role("heading", name="Now").wait_for(state="detached")
-            assert set(opened.requests) == {server.url} and opened.messages == []
+            yield server.url
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_a_served_page_updates_with_the_run(tmp_path: Path, visit: Visit) -> None:
+    folder = make_run(tmp_path / "run", steps(5), is_finished=False)
+    with serving(lambda path: live_page(folder)) as url:
+        with run_lock(folder):
+            opened = visit(url)
+            first = opened.page.locator(".summary p").first
+            assert "5 of 20 steps" in first.inner_text()
+            opened.page.locator("summary").first.click()
+            log = figure(opened, "Loss").get_by_role("button", name="Log axis")
+            log.click()  # and keeps the focus
+            append(folder, *steps(9)[5:])
+            opened.page.locator(".summary p", has_text="9 of 20 steps").wait_for()
+            assert opened.page.locator("details[open]").count() == 1, "what was open stays open"
+            assert log.get_attribute("aria-pressed") == "true", "and the axis as it was chosen"
+            assert log.evaluate("(button) => button === document.activeElement")
+            assert path_of(figure(opened, "Loss"), 0).count("L") == 8, "of the new steps"
+        opened.page.get_by_role("heading", name="Now").wait_for(state="detached")
+        assert set(opened.requests) == {url} and opened.messages == []
 
 
 def test_the_list_of_runs_follows_them_and_leads_to_each(tmp_path: Path, visit: Visit) -> None:
     folder = make_run(tmp_path / "runs" / "20260101-120000-vgg-small-stale-2-1", steps(5), is_finished=False)
-    with PageServer(0, lambda path: runs_page(tmp_path / "runs", path)) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            for scheme in ("light", "dark"):
-                opened = visit(server.url, width=390, scheme=scheme)
-                assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390
-            opened.page.get_by_role("cell", name="stopped").wait_for()
-            with run_lock(folder):
-                opened.page.get_by_role("cell", name="running").wait_for()
-            opened.page.get_by_role("link", name=folder.name).click()
-            opened.page.get_by_role("heading", name="vgg-small, stale 2-1").wait_for()
-            assert {url.removeprefix(server.url) for url in opened.requests} == {"", f"{folder.name}/"}
-            opened.page.get_by_role("link", name="All runs").click()
-            opened.page.get_by_role("link", name=folder.name).wait_for()
-            assert opened.messages == []
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(lambda path: runs_page(tmp_path / "runs", path)) as url:
+        for scheme in ("light", "dark"):
+            opened = visit(url, width=390, scheme=scheme)
+            assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390
+        opened.page.get_by_role("cell", name="stopped").wait_for()
+        with run_lock(folder):
+            opened.page.get_by_role("cell", name="running").wait_for()
+        opened.page.get_by_role("link", name=folder.name).click()
+        opened.page.get_by_role("heading", name="vgg-small, stale 2-1").wait_for()
+        assert {asked.removeprefix(url) for asked in opened.requests} == {"", f"{folder.name}/"}
+        opened.page.get_by_role("link", name="All runs").click()
+        opened.page.get_by_role("link", name=folder.name).wait_for()
+        assert opened.messages == []
 
 
 def test_a_timeline_of_one_rank_without_bars_is_drawn(tmp_path: Path, visit: Visit) -> None:
@@ -487,13 +488,7 @@ def test_a_comparison_shows_the_pauses_of_each_run_in_its_lane(tmp_path: Path, v
 
 
 def test_a_pause_is_marked_and_explained_on_the_timeline(report: Path, visit: Visit, tmp_path: Path) -> None:
-    gap = tuple(
-        replace(span, start=span.start + 1, end=span.end + 1)
-        if int(re.findall(r"[A-Z]+(\d+)", span.name)[0]) >= 120
-        else span
-        for span in timeline(60).spans
-    )
-    folder = make_run(tmp_path / "run", [*steps(60), Evaluated(30, 64, 1.0)], trace=Timeline(gap))
+    folder = make_run(tmp_path / "run", [*steps(60), Evaluated(30, 64, 1.0)], trace=delayed(timeline(60), 120, 1))
     opened = visit(write_page(make_page([folder]), folder / "report.html")[0])
     shown = opened.timeline
     assert 7.0 < shown["from"] < shown["to"] < 13.05 or shown["to"] < 6.0, "the first view is between pauses"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from stagewright.report.markdown import as_markdown
 from stagewright.report.page import Page, Table
 from stagewright.run.report import make_page
 from tests import golden
-from tests.made_runs import make_run, steps, timeline, usage
+from tests.made_runs import delayed, make_run, steps, timeline, usage
 
 DATA_PARALLEL = {"mode": "dp", "placement": "0:0", "cuts": [], "versions": [1], "depths": [1]}
 PREDICTED = {"predicted_images_per_second": 336.0}
@@ -30,18 +29,6 @@ def page(*folders: Path) -> Page:
     made = make_page(folders)
     assert as_html(made) and as_markdown(made)
     return made
-
-
-def later(batches: int, microbatch: int) -> Timeline:
-    """A timeline that pauses for nine seconds before a microbatch."""
-    return Timeline(
-        tuple(
-            replace(span, start=span.start + 9, end=span.end + 9)
-            if int(re.findall(r"[A-Z]+(\d+)", span.name)[0]) >= microbatch
-            else span
-            for span in timeline(batches).spans
-        )
-    )
 
 
 def rewritten(folder: Path, name: str, **values: Any) -> Path:
@@ -65,7 +52,7 @@ def finished(at: Path) -> list[Path]:
 def evaluated_in_the_middle(at: Path) -> list[Path]:
     """An evaluation in the timeline once made a rank 98 % busy in the sentence and 89 % in the table."""
     records = [*steps(2), Evaluated(2, 512, 0.5, {"top1": 0.75}), *steps(4)[2:]]
-    return [make_run(at / "run", records, trace=later(4, 8), monitor=usage(), summary=PREDICTED)]
+    return [make_run(at / "run", records, trace=delayed(timeline(4), 8, 9), monitor=usage(), summary=PREDICTED)]
 
 
 def evaluated_beside_another(at: Path) -> list[Path]:
@@ -75,7 +62,7 @@ def evaluated_beside_another(at: Path) -> list[Path]:
 def paused(at: Path) -> list[Path]:
     """The pipeline drains for an evaluation, which makes ranks no less busy."""
     records = [*steps(1), Evaluated(1, 8, 1.0, {"top1": 0.5, "top5": 0.5}), *steps(2)[1:]]
-    return [make_run(at / "run", records, trace=later(2, 4))]
+    return [make_run(at / "run", records, trace=delayed(timeline(2), 4, 9))]
 
 
 def validated(at: Path) -> list[Path]:
@@ -91,8 +78,8 @@ def bare(at: Path) -> list[Path]:
 
 
 def marked(at: Path) -> list[Path]:
-    delayed = [replace(step, seconds=step.seconds + (3.0 if step.batch >= 8 else 0.0)) for step in steps(20)]
-    return [make_run(at / "run", [*delayed, Evaluated(8, 512, 0.5), Saved(8, 10, 0.5), Saved(12, 10, 0.25)])]
+    late = [replace(step, seconds=step.seconds + (3.0 if step.batch >= 8 else 0.0)) for step in steps(20)]
+    return [make_run(at / "run", [*late, Evaluated(8, 512, 0.5), Saved(8, 10, 0.5), Saved(12, 10, 0.25)])]
 
 
 def marked_beside_another(at: Path) -> list[Path]:
