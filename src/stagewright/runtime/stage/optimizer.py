@@ -7,7 +7,7 @@ has views of it too; a user's keeps what it likes of each parameter, and checkpo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -22,10 +22,9 @@ from stagewright.errors import UserError
 from stagewright.runtime.stage.own_optimizer import (
     Factory,
     Find,
+    OwnState,
     build_own,
     compare_factory,
-    load_named_state,
-    named_state,
     numbers_of,
 )
 from stagewright.runtime.stage.versions import Parameter
@@ -34,6 +33,7 @@ COUNTS = "optimizer/steps"  # a kind of a checkpoint's files
 _MOMENTUM = "momentum_buffer"
 _TRUST = 0.001  # the paper's eta: of its norm, how far a tensor moves at a rate of 1
 ParamGroup = dict[str, Any]  # of torch's optimizers: parameters, and how they move
+Rule = Callable[[ParamGroup, Mapping[str, Any], Tensor, Tensor, int], None]  # of a weight, extrapolated to a target
 
 
 class Hyperparameters(Protocol):
@@ -76,170 +76,97 @@ class Weights:
     master: Tensor
     parts: tuple[Parameter, ...] | None = None
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors of real numbers that an optimizer sees of a flat buffer."""
-        return [flat] if self.parts is None else [part.real_view(flat) for part in self.parts]
+    def views(self, flat: Tensor, *, is_real: bool = True) -> list[Tensor]:
+        """The tensors that an optimizer sees of a flat buffer, as real numbers or as the author's model has them."""
+        if self.parts is None:
+            return [flat]
+        return [part.real_view(flat) if is_real else part.view(flat) for part in self.parts]
 
 
+@dataclass(slots=True)
 class Optimizer:
-    """Updates flat master weights from a flat gradient, by one of torch's optimizers."""
+    """Updates flat master weights from a flat gradient, by one of torch's optimizers on views of the master."""
 
-    has_own_rates = False  # its rates are not those of the options
-    is_fused = False  # torch skips an update where `found_inf` says so
+    config: OptimizerConfig
+    weights: Weights
+    rates: Hyperparameters
+    inner: torch.optim.Optimizer
+    parameters: Sequence[Tensor]  # what the inner one sees of the master, in the order of the weights
+    state: dict[str, Tensor] = field(default_factory=dict)  # to be restored in place: flat tensors, and scalars
+    counts: Tensor | None = None  # steps of each parameter, where they are counted one by one
+    own: OwnState | None = None  # of a user's optimizer, which may keep anything
+    extrapolates: bool = False  # stale weights; --predict, with a momentum to extrapolate along
+    _rule: Rule | None = field(init=False)
 
-    def __init__(
-        self,
-        config: OptimizerConfig,
-        weights: Weights,
-        rates: Hyperparameters,
-        parameters: Sequence[Tensor],
-        inner: torch.optim.Optimizer,
-    ) -> None:
-        """`parameters`: what the inner optimizer sees of the master, in the order of the weights."""
-        self.config = config
-        self.master = weights.master
-        self.rates = rates
-        self.state: dict[str, Tensor] = {}  # to be saved or restored in place: flat like the master, and scalars
-        self.counts: Tensor | None = None  # steps of each parameter, where they are counted one by one
-        self.extrapolates = config.predict  # stale weights, if there is a momentum to extrapolate along
-        self._rule = require_rule(inner) if config.predict else None
-        self._weights = weights
-        self._parameters = parameters
-        self._inner = inner
+    def __post_init__(self) -> None:
+        self._rule = require_rule(self.inner) if self.config.predict else None
+
+    @property
+    def master(self) -> Tensor:
+        return self.weights.master
+
+    @property
+    def has_own_rates(self) -> bool:
+        """Whether its rates are not those of the options."""
+        return self.own is not None
 
     def step(
         self, update: int, gradient: Tensor, found_inf: Tensor | None = None, unreached: Sequence[int] = ()
     ) -> None:
         """Update the master, but for the parameters in `unreached`; if `found_inf` is 1, nothing changes at all."""
-        for parameter, view in zip(self._parameters, self._views(gradient), strict=True):
+        for parameter, view in zip(self.parameters, self._views(gradient), strict=True):
             parameter.grad = view
-        assert self._weights.parts is not None or not unreached, "a flat update leaves no parameter alone"
+        assert self.weights.parts is not None or not unreached, "a flat update leaves no parameter alone"
         for index in unreached:
-            self._parameters[index].grad = None
-        self.rates.apply(update, self._inner.param_groups)
-        if self.is_fused:
-            self._inner.found_inf = found_inf  # type: ignore[attr-defined]
-            self._inner.step()
+            self.parameters[index].grad = None
+        self.rates.apply(update, self.inner.param_groups)
+        if self.own is None and self.inner.defaults.get("fused"):
+            self.inner.found_inf = found_inf  # type: ignore[attr-defined]  # its kernel skips the update
+            self.inner.step()
         elif found_inf is None or not found_inf.item():
-            self._inner.step()
-        for parameter in self._parameters:
+            self.inner.step()
+        for parameter in self.parameters:
             parameter.grad = None
 
     def rate(self, update: int) -> float:
         """The rate of an update, of the first group."""
-        groups = numbers_of(self._inner)
+        groups = numbers_of(self.inner)
         self.rates.apply(update, groups)
         return float(groups[0]["lr"])
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """A flat buffer as the inner optimizer sees the master."""
-        return self._weights.views(flat)
+        return self.weights.views(flat, is_real=self.own is None)
 
     def extrapolate(self, weights: Tensor, version: int, updates: int) -> None:
         """Write the master, which is at `version`, extrapolated by `updates` updates along its momentum.
 
         The momentum continues at the learning rate of the next update; future gradients and weight decay are unknown.
         """
-        self.rates.apply(version, self._inner.param_groups)
-        targets = {id(p): view for p, view in zip(self._parameters, self._views(weights), strict=True)}
         assert self._rule is not None
-        for group in self._inner.param_groups:
+        if self.own is not None:
+            weights.copy_(self.master)  # for the parameters that the user's optimizer leaves out
+        self.rates.apply(version, self.inner.param_groups)
+        targets = {id(p): view for p, view in zip(self.parameters, self._views(weights), strict=True)}
+        for group in self.inner.param_groups:
             for parameter in group["params"]:
-                self._rule(group, self._inner.state[parameter], parameter, targets[id(parameter)], updates)
+                self._rule(group, self.inner.state[parameter], parameter, targets[id(parameter)], updates)
 
     def named_state(self) -> dict[str, dict[str, Tensor]]:
         """State that is not flat, to be saved: by kind and parameter name."""
-        if self.counts is None:
-            return {}
-        names = [part.names[0] for part in self._weights.parts or ()]
-        return {COUNTS: dict(zip(names, self.counts, strict=True))}
+        if self.own is not None:
+            return self.own.save()
+        names = [part.names[0] for part in self.weights.parts or ()]
+        return {} if self.counts is None else {COUNTS: dict(zip(names, self.counts, strict=True))}
 
     def load_named_state(self, kinds: Collection[str], find: Find) -> None:
         """Restore what `named_state` returned, before the first step; `find` has one kind of the parameters here."""
-        if self.counts is not None and COUNTS in kinds:
+        if self.own is not None:
+            self.own.load(kinds, find)
+        elif self.counts is not None and COUNTS in kinds:
             found = find(COUNTS)
-            for index, part in enumerate(self._weights.parts or ()):
+            for index, part in enumerate(self.weights.parts or ()):
                 held = found[part.names[0]]  # older versions saved a count in the place of each of its numbers
                 self.counts[index] = float(held.flatten()[0]) if held.numel() else 0.0
-
-
-class FlatOptimizer(Optimizer):
-    """One of the register, with all of its state made at once: flat tensors that torch's optimizer has views of.
-
-    Steps are counted for each tensor that it sees: for the whole master, or for each parameter.
-    """
-
-    def __init__(
-        self,
-        facts: OptimizerFacts,
-        config: OptimizerConfig,
-        weights: Weights,
-        rates: Hyperparameters,
-        groups: Sequence[Group],
-    ) -> None:
-        parameters = weights.views(weights.master)
-        made = [
-            {"params": members, "lr": group.lr, "weight_decay": group.weight_decay, **_arguments(facts, config, group)}
-            for group, members in _grouped(weights, parameters, groups)
-        ]
-        inner = class_of(facts)(made, **({"fused": True} if facts.is_fused else {}))
-        super().__init__(config, weights, rates, parameters, inner)
-        self.is_fused = facts.is_fused
-        has_momentum = any(group.momentum for group in groups)  # otherwise fused SGD starts from uninitialised memory
-        keys = [key for key in facts.state if key != _MOMENTUM or has_momentum]
-        self.extrapolates = config.predict and len(keys) == len(facts.state)
-        self.state = {key: torch.zeros_like(weights.master) for key in keys}
-        for key, flat in self.state.items():
-            for parameter, view in zip(parameters, weights.views(flat), strict=True):
-                inner.state[parameter][key] = view
-        if facts.counts_steps:
-            steps = torch.zeros(len(parameters), device=weights.master.device)
-            for parameter, step in zip(parameters, steps, strict=True):
-                inner.state[parameter]["step"] = step
-            if weights.parts is None:
-                self.state["step"] = steps[0]
-            else:
-                self.counts = steps
-
-
-class OwnOptimizer(Optimizer):
-    """A user's optimizer, on the parameters as the author's model has them; its state is whatever it keeps of them.
-
-    `first_names`: of a tied parameter, its first name in the whole model, by which every home gives it to the factory.
-    """
-
-    has_own_rates = True
-
-    def __init__(
-        self,
-        config: OptimizerConfig,
-        weights: Weights,
-        rates: Hyperparameters,
-        factory: Factory,
-        first_names: Mapping[str, str],
-    ) -> None:
-        assert weights.parts is not None, "a user's optimizer sees parameter by parameter"
-        self._parts = weights.parts
-        names = [part.names[0] for part in weights.parts]
-        parameters = [torch.nn.Parameter(view) for view in self._views(weights.master)]
-        given = [first_names.get(name, name) for name in names]
-        inner = build_own(factory, list(zip(given, parameters, strict=True)))
-        super().__init__(config, weights, rates, parameters, inner)
-        self._made = numbers_of(inner)  # as the factory made them: what differs later is state
-        self._names = {id(parameter): name for name, parameter in zip(names, parameters, strict=True)}
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        return [part.view(flat) for part in self._parts]
-
-    def extrapolate(self, weights: Tensor, version: int, updates: int) -> None:
-        weights.copy_(self.master)  # for the parameters that the user's optimizer leaves out
-        super().extrapolate(weights, version, updates)
-
-    def named_state(self) -> dict[str, dict[str, Tensor]]:
-        return named_state(self._inner, self._names, self._made)
-
-    def load_named_state(self, kinds: Collection[str], find: Find) -> None:
-        load_named_state(self._inner, self._names, kinds, find)
 
 
 def make_optimizer(
@@ -250,11 +177,48 @@ def make_optimizer(
     factory: Factory | None = None,
     first_names: Mapping[str, str] | None = None,
 ) -> Optimizer:
-    """The optimizer that the options name, or that a user's factory makes; `groups` are those of the whole model."""
-    if factory is not None and weights.parts:
-        return OwnOptimizer(config, weights, rates, factory, first_names or {})
-    facts = OPTIMIZERS.get(config.name, OPTIMIZERS["sgd"])  # a stage without parameters has nothing to move
-    return FlatOptimizer(facts, config, weights, rates, groups or (Group.of_all(config),))
+    """The optimizer that the options name, or that a user's factory makes of the parameters of the author's model.
+
+    `groups` are those of the whole model. `first_names`: of a tied parameter, its first name in the whole model, by
+    which every home gives it to the factory.
+    """
+    if factory is None or not weights.parts:  # a stage without parameters has nothing to move
+        return _registered(config, weights, rates, groups or (Group.of_all(config),))
+    names = [part.names[0] for part in weights.parts]
+    parameters = [torch.nn.Parameter(view) for view in weights.views(weights.master, is_real=False)]
+    inner = build_own(factory, [((first_names or {}).get(n, n), p) for n, p in zip(names, parameters, strict=True)])
+    own = OwnState(inner, {id(parameter): name for name, parameter in zip(names, parameters, strict=True)})
+    return Optimizer(config, weights, rates, inner, parameters, own=own, extrapolates=config.predict)
+
+
+def _registered(
+    config: OptimizerConfig, weights: Weights, rates: Hyperparameters, groups: Sequence[Group]
+) -> Optimizer:
+    """An optimizer of the register, with all of its state made at once: flat tensors that the inner one has views of.
+
+    Steps are counted for each tensor that it sees: for the whole master, or for each parameter.
+    """
+    facts = OPTIMIZERS.get(config.name, OPTIMIZERS["sgd"])
+    parameters = weights.views(weights.master)
+    made = [
+        {"params": members, "lr": group.lr, "weight_decay": group.weight_decay, **_arguments(facts, config, group)}
+        for group, members in _grouped(weights, parameters, groups)
+    ]
+    inner = class_of(facts)(made, **({"fused": True} if facts.is_fused else {}))
+    has_momentum = any(group.momentum for group in groups)  # otherwise fused SGD starts from uninitialised memory
+    keys = [key for key in facts.state if key != _MOMENTUM or has_momentum]
+    state = {key: torch.zeros_like(weights.master) for key in keys}
+    for key, flat in state.items():
+        for parameter, view in zip(parameters, weights.views(flat), strict=True):
+            inner.state[parameter][key] = view
+    counts = torch.zeros(len(parameters), device=weights.master.device) if facts.counts_steps else None
+    if counts is not None:
+        for parameter, step in zip(parameters, counts, strict=True):
+            inner.state[parameter]["step"] = step
+        if weights.parts is None:
+            state["step"], counts = counts[0], None
+    extrapolates = config.predict and len(keys) == len(facts.state)
+    return Optimizer(config, weights, rates, inner, parameters, state, counts, extrapolates=extrapolates)
 
 
 def require_factory(
@@ -295,8 +259,6 @@ def _grouped(
 
 
 # --- Extrapolation ----------------------------------------------------------------------------------------------------
-
-Rule = Callable[[ParamGroup, Mapping[str, Any], Tensor, Tensor, int], None]
 
 
 def require_rule(inner: torch.optim.Optimizer) -> Rule:
@@ -367,16 +329,13 @@ class Lars(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._move(weight, weight.grad, **{key: group[key] for key in ("lr", "momentum", "weight_decay")})
-
-    def _move(self, weight: Tensor, gradient: Tensor, lr: float, momentum: float, weight_decay: float) -> None:
-        length, slope = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(gradient)
-        ratio = _TRUST * length / (slope + weight_decay * length)
-        moved = gradient.add(weight, alpha=weight_decay).mul_(torch.where((length > 0) & (slope > 0), ratio, 1.0))
-        if momentum:
-            if _MOMENTUM not in self.state[weight]:
-                self.state[weight][_MOMENTUM] = torch.zeros_like(weight)
-            moved = self.state[weight][_MOMENTUM].mul_(momentum).add_(moved)
-        weight.add_(moved, alpha=-lr)
+            for weight in (weight for weight in group["params"] if weight.grad is not None):
+                length, slope = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(weight.grad)
+                ratio = _TRUST * length / (slope + group["weight_decay"] * length)
+                ratio = torch.where((length > 0) & (slope > 0), ratio, 1.0)
+                moved = weight.grad.add(weight, alpha=group["weight_decay"]).mul_(ratio)
+                if group["momentum"]:
+                    if _MOMENTUM not in self.state[weight]:
+                        self.state[weight][_MOMENTUM] = torch.zeros_like(weight)
+                    moved = self.state[weight][_MOMENTUM].mul_(group["momentum"]).add_(moved)
+                weight.add_(moved, alpha=-group["lr"])

@@ -69,80 +69,82 @@ def numbers_of(inner: torch.optim.Optimizer) -> Numbers:
     return [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
 
 
-def named_state(inner: torch.optim.Optimizer, names: Mapping[int, str], made: Numbers) -> dict[str, dict[str, Tensor]]:
-    """Everything that an optimizer keeps, by kind (`own/CLASS/KEY`) and parameter name; `names` are by parameters' id.
+class OwnState:
+    """Everything that an optimizer keeps, by kind (`own/CLASS/KEY`) and parameter name.
 
-    Beside its state that is the numbers of its groups that it changed since it was `made`, such as a count of its own:
+    Beside its state that is the numbers of its groups that it changed since it was made, such as a count of its own:
     each parameter keeps those of its group. Tensors may have any shape; None and Python's numbers become tensors.
     """
-    found: dict[str, dict[str, Tensor]] = {}
-    order = [names[id(parameter)] for group in inner.param_groups for parameter in group["params"]]
-    for number, state in inner.state_dict()["state"].items():
-        if not isinstance(number, int):
-            raise UserError(f"the optimizer {type(inner).__name__} keeps {number!r} beside its parameters' state")
-        for key, value in state.items():
-            kind = _kind(_TENSOR if isinstance(value, Tensor) else _NUMBER, inner, key)
-            found.setdefault(kind, {})[order[number]] = _encoded(inner, key, value)
-    for group, before in zip(inner.param_groups, made, strict=True):
-        for key in [key for key in group if key not in ("params", "lr", "initial_lr")]:
-            value = group[key]
-            if isinstance(value, int | float) and value != before.get(key):
-                encoded = {names[id(parameter)]: _encoded(inner, key, value) for parameter in group["params"]}
-                found.setdefault(_kind(_GROUP, inner, key), {}).update(encoded)
-    return found
 
+    def __init__(self, inner: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+        """`names`: of the parameters, by their id."""
+        self._inner = inner
+        self._made = numbers_of(inner)
+        self._places = [(number, p) for number, group in enumerate(inner.param_groups) for p in group["params"]]
+        self._names = [names[id(parameter)] for _, parameter in self._places]
 
-def load_named_state(inner: torch.optim.Optimizer, names: Mapping[int, str], kinds: Iterable[str], find: Find) -> None:
-    """Give an optimizer the state that `named_state` had of its parameters, by its load_state_dict.
+    def save(self) -> dict[str, dict[str, Tensor]]:
+        """The state now; UserError where a checkpoint can't hold it."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for number, state in self._inner.state_dict()["state"].items():
+            if not isinstance(number, int):
+                raise self._error(f"keeps {number!r} beside its parameters' state")
+            for key, value in state.items():
+                kind = self._kind(_TENSOR if isinstance(value, Tensor) else _NUMBER, key)
+                found.setdefault(kind, {})[self._names[number]] = self._encoded(key, value)
+        for (number, _), name in zip(self._places, self._names, strict=True):
+            for key, value in self._inner.param_groups[number].items():
+                is_kept = key not in ("params", "lr", "initial_lr") and isinstance(value, int | float)
+                if is_kept and value != self._made[number].get(key):
+                    found.setdefault(self._kind(_GROUP, key), {})[name] = self._encoded(key, value)
+        return found
 
-    Of the kinds it takes those of its own class: another optimizer starts without state. `find` has a kind's tensors.
-    """
-    places = [(number, p) for number, group in enumerate(inner.param_groups) for p in group["params"]]
-    loaded = inner.state_dict()
-    loaded["state"] = {}
-    for kind in kinds:
-        what, *rest = kind.split("/", 2)
-        if what not in (_TENSOR, _NUMBER, _GROUP) or rest[0] != type(inner).__name__:
-            continue
-        tensors, key = find(kind), rest[1]
-        for index, (group, parameter) in enumerate(places):
-            if (value := tensors.get(names[id(parameter)])) is None:
+    def load(self, kinds: Iterable[str], find: Find) -> None:
+        """Give the optimizer the state that `save` had of its parameters, by its load_state_dict.
+
+        Of the kinds it takes those of its own class: another one starts without state. `find` has a kind's tensors.
+        """
+        loaded = self._inner.state_dict()
+        loaded["state"] = {}
+        for kind in kinds:
+            what, *rest = kind.split("/", 2)
+            if what not in (_TENSOR, _NUMBER, _GROUP) or rest[0] != type(self._inner).__name__:
                 continue
-            if what == _GROUP:
-                loaded["param_groups"][group][key] = value.item()
-            else:
-                held = _like(value, parameter) if what == _TENSOR else _decoded(value)
-                loaded["state"].setdefault(index, {})[key] = held
-    inner.load_state_dict(loaded)
-    for index, (_, parameter) in enumerate(places):
-        for key, saved in loaded["state"].get(index, {}).items():
-            held = inner.state[parameter].get(key)
-            if isinstance(held, Tensor) and held.dtype != saved.dtype:  # torch gives it the parameter's type
-                inner.state[parameter][key] = saved.to(held.device)
+            tensors, key = find(kind), rest[1]
+            for index, ((group, parameter), name) in enumerate(zip(self._places, self._names, strict=True)):
+                if (value := tensors.get(name)) is None:
+                    continue
+                if what == _GROUP:
+                    loaded["param_groups"][group][key] = value.item()
+                else:
+                    number = value.item() if what == _NUMBER and value.numel() else None
+                    loaded["state"].setdefault(index, {})[key] = number if what == _NUMBER else _like(value, parameter)
+        self._inner.load_state_dict(loaded)
+        for index, (_, parameter) in enumerate(self._places):
+            for key, saved in loaded["state"].get(index, {}).items():
+                held = self._inner.state[parameter].get(key)
+                if isinstance(held, Tensor) and held.dtype != saved.dtype:  # torch gives it the parameter's type
+                    self._inner.state[parameter][key] = saved.to(held.device)
 
+    def _error(self, what: str) -> UserError:
+        return UserError(f"the optimizer {type(self._inner).__name__} {what}")
 
-def _kind(what: str, inner: torch.optim.Optimizer, key: object) -> str:
-    """The kind of a checkpoint's file, of which it is a part of the name."""
-    if isinstance(key, str) and _KEY.fullmatch(key):
-        return f"{what}/{type(inner).__name__}/{key}"
-    raise UserError(f"the optimizer {type(inner).__name__} keeps state under {key!r}; use letters, digits, . _ and -")
+    def _kind(self, what: str, key: object) -> str:
+        """The kind of a checkpoint's file, of which it is a part of the name."""
+        if isinstance(key, str) and _KEY.fullmatch(key):
+            return f"{what}/{type(self._inner).__name__}/{key}"
+        raise self._error(f"keeps state under {key!r}; use letters, digits, . _ and -")
 
-
-def _encoded(inner: torch.optim.Optimizer, key: str, value: object) -> Tensor:
-    if isinstance(value, Tensor):
-        return torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
-    if value is None:
-        return torch.empty(0)
-    if isinstance(value, int | float):
-        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-    raise UserError(
-        f"the optimizer {type(inner).__name__} keeps a {type(value).__name__} as '{key}'; "
-        "a checkpoint holds tensors and numbers of each parameter"
-    )
-
-
-def _decoded(value: Tensor) -> bool | int | float | None:
-    return value.item() if value.numel() else None
+    def _encoded(self, key: str, value: object) -> Tensor:
+        if isinstance(value, Tensor):
+            return torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
+        if value is None:
+            return torch.empty(0)
+        if isinstance(value, int | float):
+            return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        raise self._error(
+            f"keeps a {type(value).__name__} as '{key}'; a checkpoint holds tensors and numbers of each parameter"
+        )
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
@@ -184,8 +186,8 @@ def _moves(
     doubled = {name: tensor.detach().cpu().to(_double(tensor)) for name, tensor in parameters.items()}
     copies = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in doubled.items()}
     inner = build_own(factory, list(copies.items()))
-    made = numbers_of(inner)
-    shown = [{key: repr(value) for key, value in group.items()} for group in made]  # it may change lists in place
+    state = OwnState(inner, {id(copy): name for name, copy in copies.items()})
+    shown = [{key: repr(value) for key, value in group.items()} for group in numbers_of(inner)]  # lists may change
     for step in range(_STEPS):
         for name, copy in copies.items():
             copy.grad = _gradient(f"{step}/{name}", copy)
@@ -195,7 +197,7 @@ def _moves(
             raise UserError(
                 f"step() of the optimizer {type(inner).__name__} raised {type(error).__name__}: {first_line(error)}"
             ) from error
-    named_state(inner, {id(copy): name for name, copy in copies.items()}, made)
+    state.save()
     for before, now in zip(shown, numbers_of(inner), strict=True):
         for key, value in now.items():
             if not isinstance(value, int | float) and repr(value) != before.get(key):
@@ -224,13 +226,11 @@ def _require_same(name: str, whole: Tensor, piece: Tensor, parameter: Tensor, pi
         return
     place = int(difference.nan_to_num(torch.inf).argmax())
     numbers = [torch.view_as_real(t).sum(-1) if t.is_complex() else t for t in (whole, piece)]
-    apart = [float(t.flatten()[place]) for t in numbers]
-    if pieces == 1:
-        raise UserError(
-            f"the user's optimizer moves '{name}' by {apart[0]!r}, and by {apart[1]!r} when it is built again: it "
-            "draws random numbers, and replicas would draw others; use one that doesn't"
-        )
+    moved, apart = (float(t.flatten()[place]) for t in numbers)
     raise UserError(
-        f"the user's optimizer moves '{name}' by {apart[0]!r} with the whole model and by {apart[1]!r} with its stage "
+        f"the user's optimizer moves '{name}' by {moved!r}, and by {apart!r} when it is built again: it draws random "
+        "numbers, and replicas would draw others; use one that doesn't"
+        if pieces == 1
+        else f"the user's optimizer moves '{name}' by {moved!r} with the whole model and by {apart!r} with its stage "
         "alone: it looks across parameters; use one stage or an optimizer that doesn't"
     )
