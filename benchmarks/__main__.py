@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from benchmarks import checkouts
 from benchmarks.calibration import report
 from benchmarks.learning.pages import describe_study, show_study
 from benchmarks.learning.study import run_study
@@ -53,6 +54,9 @@ _OPTIONS: Mapping[str, dict[str, Any]] = {
     "--jobs": {"type": int, "help": "runs at a time"},
     "--target": {"type": float, "help": "top-1 to reach, in percent"},
     "--real": {"action": "store_true", "help": "run ranks as processes, not emulated; also report time"},
+    "--before": {"metavar": "DIR", "type": Path, "required": True, "help": "the other checkout"},
+    "--seed": {"type": int, "default": 1, "help": "draws the plans"},
+    "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "where plans are trained"},
     "--reuse": {"action": "append", "default": [], "metavar": "FOLDER", "help": "reuse what an earlier one measured"},
 }
 _LEAST = {"repeats": 1, "steps": 0, "images": 16, "threads": 1, "seeds": 1, "jobs": 1}
@@ -109,6 +113,11 @@ BENCHMARKS = {
     "engine": _part("a loop of your own beside stagewright train", engine.measure),
     "growth": _part("memory and messages of ranks as microbatches, stages and ranks are doubled", growth.measure),
     "startup": _part("the seconds of a short train command by part", startup.measure),
+    "checkouts": Benchmark(
+        "seconds and speeds of this checkout beside another one",
+        lambda given, runs, keep, progress: checkouts.measure(given.before, given.repeats, given.only, progress),
+        "--before --repeats --only",
+    ),
     "checkpoint": _part("how long a checkpoint pauses training, beside a plain copy of the state", checkpoint.measure),
     "monitor": _part("what the monitor costs, with and without it in turns", monitor.measure),
 }
@@ -177,6 +186,16 @@ def _models(given: Given, command: str) -> None:
         )
 
 
+def _bits(given: Given, command: str) -> None:
+    """Train plans with two checkouts, and compare their checkpoints bit for bit."""
+    with ProgressLine("bits", patience=0) as progress:
+        found = list(checkouts.compare_bits(given.before, given.seed, given.device, progress))
+    for drawn in found:
+        print(f"{'equal' if drawn.is_equal else 'DIFFERS'}: {drawn.options} {drawn.why}".strip())
+    if wrong := [drawn for drawn in found if not drawn.is_equal]:
+        raise UserError(f"{len(wrong)} of {len(found)} plans differ, first {wrong[0].options}; bisect between the two")
+
+
 OTHERS: Mapping[str, tuple[str, Callable[[Given, str], None], str]] = {
     "published": ("rates that others published, predicted", _published, "--rows --given"),
     "learning": (
@@ -184,6 +203,7 @@ OTHERS: Mapping[str, tuple[str, Callable[[Given, str], None], str]] = {
         _learning,
         "--only --data --set --cluster --val --study --seeds --jobs --target --real --reuse",
     ),
+    "bits": ("whether this checkout trains the bits of another one", _bits, "--before --seed --device"),
     "models": ("models of libraries, cut in four and trained beside plain PyTorch", _models, "--only --quick"),
 }
 

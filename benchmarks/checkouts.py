@@ -1,0 +1,164 @@
+"""This checkout beside another one: seconds and speeds of commands in turns, and the bits that drawn plans train.
+
+A change that should change nothing is held against the commit before it:
+
+    git worktree add /tmp/before COMMIT && ln -s $PWD/.venv /tmp/before/.venv
+    python -m benchmarks checkouts --before /tmp/before        # as fast?
+    python -m benchmarks bits --before /tmp/before --seed 3    # the same numbers?
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from stagewright.bench.result import Outcome, Ratio, Row, measured_row, new_outcome, ratio_of
+from stagewright.errors import RunFailed, UserError
+
+AFTER = Path(__file__).parents[1]
+REPEATS = 5
+_TRAIN = "train --model vgg-small --batch 64 --steps 60 --samples 4096 --json"
+_SHORT = "train --model resnet18 --image 32 --batch 16 --steps 2 --samples 64"
+SECONDS = {
+    "--help": "--help",
+    "plan, vgg16 on 8 cards": "plan vgg16 --cluster titan-v-8 --batch 224",
+    "train, 2 emulated stages, 2 steps": f"{_SHORT} --placement 0:0.0:1 --mode sync --emulate",
+    "train, 1 process, 2 steps": f"{_SHORT} --placement 0:0",
+}
+SPEEDS = {
+    "one process": f"{_TRAIN} --placement 0:0 --mode dp",
+    "2 stages, sync": f"{_TRAIN} --placement 0:0.0:1 --mode sync",
+    "2 stages, lag 1": f"{_TRAIN} --placement 0:0.0:1 --mode stale",
+    "data parallel, 2 ranks": f"{_TRAIN} --placement 0:0-1 --mode dp",
+}
+
+MODELS = ("vgg-small", "resnet8", "gpt-micro")
+PLACEMENTS = {
+    "dp": ("0:0", "0:0-1", "0:0-2"),
+    "sync": ("0:0.0:1", "0:0-1.0:2", "0:0.0:1-2"),
+    "stale": ("0:0.0:1", "0:0-1.0:2", "0:0.0:1.0:2"),
+    "pipedream": ("0:0.0:1", "0:0-1.0:2"),
+}
+OPTIMIZERS = (
+    "--optimizer sgd",
+    "--optimizer sgd --nesterov --weight-decay 0.0005",
+    "--optimizer adamw --lr 0.001",
+    "--optimizer adamw --lr 0.001 --clip 1.0",
+)
+TOKENS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The options of a short run, and the hashes of its last checkpoint by either checkout."""
+
+    options: str
+    before: dict[str, str]
+    after: dict[str, str]
+    why: str  # the last line of a command that failed
+
+    @property
+    def is_equal(self) -> bool:
+        return bool(self.after) and self.before == self.after
+
+
+def measure(before: Path, repeats: int | None, only: str | None, progress: Callable[[str], None]) -> Outcome:
+    """Time every command of both checkouts in turns; a ratio above 1 says that this one is faster."""
+    rows: list[Row] = []
+    ratios: list[Ratio] = []
+    for group, commands, is_speed in (("seconds", SECONDS, False), ("images per second", SPEEDS, True)):
+        for name, words in commands.items():
+            if only and only not in name:
+                continue
+            found: dict[Path, list[float]] = {AFTER: [], before: []}
+            for number in range(repeats or REPEATS):
+                progress(f"{name}, turn {number + 1} of {repeats or REPEATS}")
+                for checkout, values in found.items():
+                    seconds, printed = _timed(checkout, words)
+                    values.append(json.loads(printed)["images_per_second"] if is_speed else 1 / seconds)
+            ours = measured_row(f"{group}: {name}", "after", found[AFTER])
+            theirs = measured_row(f"{group}: {name}", "before", found[before])
+            rows += [ours, theirs]
+            ratios.append(ratio_of(ours, theirs))
+    title = "This checkout beside another one (of whole commands: commands per second)"
+    return new_outcome(
+        "checkouts", title, repeats or REPEATS, unit="per second", rows=tuple(rows), ratios=tuple(ratios)
+    )
+
+
+def compare_bits(before: Path, seed: int, device: str, progress: Callable[[str], None]) -> Iterator[Drawn]:
+    """Train ten plans with either checkout, every rank in one process, and compare their checkpoints."""
+    with tempfile.TemporaryDirectory(prefix="stagewright-bits-") as folder:
+        noise = random.Random(0)
+        tokens = Path(folder, "tokens.bin")
+        tokens.write_bytes(b"".join(noise.randrange(256).to_bytes(2, "little") for _ in range(TOKENS)))
+        for number, options in enumerate(draw(seed, device, tokens)):
+            progress(f"plan {number + 1}: {options}")
+            (old, wrong), (new, why) = (
+                _trained(checkout, options, Path(folder, f"{number}-{side}"))
+                for side, checkout in (("before", before), ("after", AFTER))
+            )
+            yield Drawn(options, old, new, why or wrong)
+
+
+def draw(seed: int, device: str, tokens: Path) -> Iterator[str]:
+    """Options of ten runs: every mode, three models (one with tied ends), every precision of the device."""
+    chance = random.Random(seed)
+    precisions = ("fp32", "bf16", "fp16") if device == "cuda" else ("fp32", "bf16", "fp64")
+    for number in range(10):
+        mode, model = list(PLACEMENTS)[number % len(PLACEMENTS)], MODELS[number % len(MODELS)]
+        precision = chance.choice(precisions)
+        if model == "gpt-micro" and mode != "sync" and precision == "fp16":
+            precision = "bf16"  # tied weights take fp16 only without lag
+        data = f"--data tokens:{tokens} --context 16 --limit 120" if model == "gpt-micro" else "--samples 120"
+        yield (
+            f"--model {model} --mode {mode} --placement {chance.choice(PLACEMENTS[mode])} {data} --batch 24 --steps 5 "
+            f"--microbatches {chance.choice((4, 6))} --precision {precision} {chance.choice(OPTIMIZERS)} "
+            f"--seed {chance.randrange(100)}{' --predict' if mode == 'stale' and chance.random() < 0.5 else ''} "
+            f"--device {device}{' --deterministic --share-gpu' if device == 'cuda' else ''}"
+        )
+
+
+def _trained(checkout: Path, options: str, runs: Path) -> tuple[dict[str, str], str]:
+    try:
+        _timed(checkout, f"train {options} --emulate --runs {runs} --checkpoint-every 5 --monitor-every 0")
+    except RunFailed as error:
+        return {}, str(error)
+    return dict(_hashes(runs)), ""
+
+
+def _hashes(runs: Path) -> Iterator[tuple[str, str]]:
+    """The bits of every tensor below a folder, as text."""
+    for path in sorted(runs.rglob("*.safetensors")):
+        with safe_open(path, "pt") as tensors:
+            for name in sorted(tensors.keys()):
+                data = tensors.get_tensor(name).contiguous().reshape(-1).view(torch.uint8)
+                yield f"{path.name}: {name}", data.numpy().tobytes().hex()
+
+
+def _timed(checkout: Path, words: str) -> tuple[float, str]:
+    """The seconds that a command takes in a checkout, and what it prints."""
+    if not (checkout / "src" / "stagewright").is_dir():
+        raise UserError(f"{checkout} has no src/stagewright; give the folder of a checkout")
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "PYTHONPATH": f"{checkout / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
+        begun = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "stagewright", *words.split()],
+            env=environment, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        )  # fmt: skip
+        seconds = time.monotonic() - begun
+    if done.returncode:
+        raise RunFailed(f"{checkout}: stagewright {words} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+    return seconds, done.stdout
