@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from stagewright.bench.result import Outcome, Ratio, Row, measured_row, new_outcome, ratio_of
+from benchmarks.outcome import Outcome, Ratio, new_outcome, ratio_of
+from stagewright.bench.result import Row, measured_row
 from stagewright.errors import RunFailed, UserError
 
 AFTER = Path(__file__).parents[1]
