@@ -58,27 +58,27 @@ def run_doctor(parsed: argparse.Namespace) -> None:
 def run_selftest(parsed: argparse.Namespace) -> None:
     machine = find_machine(share_gpu=parsed.share_gpu)
     with ProgressLine("selftest", patience=0) as progress:
-        checks = list(run_checks(machine, usual_effort(machine), parsed.minutes, parsed.row, progress))
+        checks = list(run_checks(machine, usual_effort(machine), parsed.minutes, parsed.row, Voice(progress=progress)))
     if parsed.json:
         about = {"machine": asdict(machine), "environment": dict(read_environment().rows())}
-        print(json.dumps(about | {"checks": [{"part": c.part, "name": c.name, **asdict(c.found)} for c in checks]}))
+        print(json.dumps(about | {"checks": [asdict(check) for check in checks]}))
     else:
         show_checks(open_console(), checks)
-    if failed := [check for check in checks if check.found.state is CheckState.FAILED]:
-        first = f"{failed[0].part}, {failed[0].name}: {failed[0].found.line}"
+    if failed := [check for check in checks if check.state is CheckState.FAILED]:
+        first = f"{failed[0].part}, {failed[0].name}: {failed[0].line}"
         raise UserError(f"{len(failed)} of {len(checks)} checks failed, first {first}")
 
 
 def show_checks(console: Console, checks: Sequence[Check]) -> None:
     """A table in a terminal, lines anywhere else."""
     if not console.is_terminal:
-        print_lines(*(f"{check.found.state}: {check.part}, {check.name}: {check.found.line}" for check in checks))
+        print_lines(*(f"{check.state}: {check.part}, {check.name}: {check.line}" for check in checks))
         return
     styles = {CheckState.PASSED: "green", CheckState.FAILED: "bold red", CheckState.NOT_CHECKED: "yellow"}
     table = plain_table("check", "", "found", left=("check", "", "found"), no_wrap=("",))
     for check in checks:
-        state = plain(check.found.state, styles[check.found.state])
-        table.add_row(f"{check.part}: {check.name}", state, check.found.line)
+        state = plain(check.state, styles[check.state])
+        table.add_row(f"{check.part}: {check.name}", state, check.line)
     console.print(table)
 
 

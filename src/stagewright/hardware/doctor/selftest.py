@@ -37,8 +37,9 @@ from stagewright.planning.traced import trace_model
 from stagewright.run.profile import Here, Subject, profile_here
 from stagewright.run.train import Result, run
 from stagewright.runtime.process.link_test import measure_links
+from stagewright.voice import SILENT, Voice
 
-Progress = Callable[[str], None]
+_CUTS = {"resnet8": "layer2", "bert-mini": "h.2"}  # where stage 1 begins; neither model draws random numbers
 # The largest differences from plain PyTorch that are none. In single precision rounding makes 1e-6, or 2e-3 where it
 # takes an activation across the kink of a ReLU; a wrong lag or a missing rank makes more than 0.1.
 _BARS = {"cpu": 1e-9, "cuda": 2e-2}
@@ -56,24 +57,19 @@ class CheckState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckResult:
-    """What a check found, in one line and in figures (bytes, seconds, images)."""
+class Check:
+    """One line of the table: what was found, in words and in figures (bytes, seconds, images)."""
 
     state: CheckState
     line: str
     figures: Mapping[str, float] = field(default_factory=dict)
+    part: str = ""
+    name: str = ""
 
 
-_ALONE = CheckResult(CheckState.NOT_CHECKED, "1 GPU runs 1 rank; --share-gpu puts two on it")
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the table."""
-
-    part: str
-    name: str
-    found: CheckResult
+_passed, _failed, _not_checked = (partial(Check, state) for state in CheckState)
+_ALONE = _not_checked("1 GPU runs 1 rank; --share-gpu puts two on it")
+_ONE_GPU = _not_checked("this machine has 1 GPU")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,60 +116,19 @@ def usual_effort(machine: UnderTest) -> Effort:
     return Effort("resnet50", "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp16")
 
 
-def run_checks(machine: UnderTest, effort: Effort, minutes: float, row: str, progress: Progress) -> Iterator[Check]:
+def run_checks(machine: UnderTest, effort: Effort, minutes: float, row: str, voice: Voice = SILENT) -> Iterator[Check]:
     """Every check, as soon as it is done; the row goes to the end of a file."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="stagewright-selftest-") as folder:
-        for part, name, work in _checks(machine, effort, row, Path(folder), progress):
-            if time.monotonic() - began > 60 * minutes:
-                yield Check(
-                    part, name, CheckResult(CheckState.NOT_CHECKED, f"{minutes:g} min were over; give --minutes N")
-                )
-                continue
-            progress(f"{part}: {name}")
-            try:
-                yield Check(part, name, work())
-            except (UserError, RuntimeError, OSError) as error:  # of ours, of torch, of the disk
-                yield Check(part, name, CheckResult(CheckState.FAILED, first_line(error)))
-
-
-def _checks(
-    machine: UnderTest, effort: Effort, row: str, folder: Path, progress: Progress
-) -> Iterator[tuple[str, str, Callable[[], CheckResult]]]:
-    """The part, the name and the work of each check."""
-    if machine.device == "cuda":
-        yield "torch", "code for the GPUs", _code
-    yield "links", f"messages and sums, {machine.backend}", partial(_links, machine)
-    if machine.backend != "nccl":
-        gpus = torch.cuda.device_count() if machine.device == "cuda" else 0
-        why = f"NCCL needs a GPU for each rank, this machine has {counted(gpus, 'GPU')}"
-        yield "links", "messages and sums, nccl", lambda: CheckResult(CheckState.NOT_CHECKED, why)
-    for network in effort.networks:
-        for mode in _MODES:
-            ranks = machine.ranks if mode is Mode.DP else "1-1"
-            yield "parity", f"{network}, {mode} {ranks}", partial(_parity, machine, effort, network, mode, folder)
-    rates = RateChecks(machine, effort, folder, progress)
-    yield "rates", f"{effort.model}, one device", partial(rates.data_parallel, 1)
-    yield "rates", f"{effort.model}, data parallel on all", rates.data_parallel
-    yield "rates", f"{effort.model}, the plan chosen here", rates.best_plan
-    yield "row", "to send", partial(_write_row, rates, row)
-
-
-# --- Links ------------------------------------------------------------------------------------------------------------
-
-
-def _code() -> CheckResult:
-    """Whether this build of torch has code for every GPU."""
-    built = torch.cuda.get_arch_list()
-    has = f"torch {torch.__version__} has {' '.join(built)}"
-    for gpu in range(torch.cuda.device_count()):
-        capability = torch.cuda.get_device_capability(gpu)
-        if not any(runs_on(code, capability) for code in built):
-            card = (
-                f"GPU {gpu} is {torch.cuda.get_device_name(gpu)} of compute capability {capability[0]}.{capability[1]}"
-            )
-            return CheckResult(CheckState.FAILED, f"{card}, but {has}; install another build (docs/install.md)")
-    return CheckResult(CheckState.PASSED, has)
+        for part, name, work in _Selftest(machine, effort, row, Path(folder), voice).checks():
+            found = _not_checked(f"{minutes:g} min were over; give --minutes N")
+            if time.monotonic() - began <= 60 * minutes:
+                voice.progress(f"{part}: {name}")
+                try:
+                    found = work()
+                except (UserError, RuntimeError, OSError) as error:  # of ours, of torch, of the disk
+                    found = _failed(first_line(error))
+            yield replace(found, part=part, name=name)
 
 
 def runs_on(code: str, capability: tuple[int, int]) -> bool:
@@ -183,171 +138,173 @@ def runs_on(code: str, capability: tuple[int, int]) -> bool:
     return number <= capability and (number[0] == capability[0] or code.startswith("compute"))
 
 
-def _links(machine: UnderTest) -> CheckResult:
-    if machine.ranks == 1:
-        return _ALONE
-    found = measure_links(machine.ranks, device=machine.device, backend=machine.backend)
-    slowest = min(found["transfers"], key=lambda transfer: transfer["bandwidth"])
-    figures = {"send": slowest["bandwidth"], "latency": slowest["latency"], "reduce": found["reduce"]}
-    if found["wrong"]:
-        wrong = f"{counted(len(found['wrong']), 'transfer')} arrived wrong, first the {found['wrong'][0]}"
-        return CheckResult(CheckState.FAILED, f"{wrong}; check the cards, their slots and IOMMU settings", figures)
-    speeds = f"messages {slowest['bandwidth'] / 1e9:.2f} GB/s, {slowest['latency'] * 1e6:.0f} us"
-    where = f", slowest pair {slowest['source']}-{slowest['target']}" if len(found["transfers"]) > 1 else ""
-    return CheckResult(CheckState.PASSED, f"all right; {speeds}{where}; sums {found['reduce'] / 1e9:.2f} GB/s", figures)
+class _Selftest:
+    """The checks of one machine; the rates share a profile, which is taken when it is needed first."""
 
+    def __init__(self, machine: UnderTest, effort: Effort, row: str, folder: Path, voice: Voice) -> None:
+        self._machine, self._effort, self._row, self._folder, self._voice = machine, effort, row, folder, voice
+        self._measured: list[Result] = []  # of data parallel; the last one has the most devices
 
-# --- Parity -----------------------------------------------------------------------------------------------------------
+    def checks(self) -> Iterator[tuple[str, str, Callable[[], Check]]]:
+        """The part, the name and the work of each check."""
+        machine, model = self._machine, self._effort.model
+        if machine.device == "cuda":
+            yield "torch", "code for the GPUs", self._code
+        yield "links", f"messages and sums, {machine.backend}", self._links
+        if machine.backend != "nccl":
+            gpus = torch.cuda.device_count() if machine.device == "cuda" else 0
+            why = f"NCCL needs a GPU for each rank, this machine has {counted(gpus, 'GPU')}"
+            yield "links", "messages and sums, nccl", partial(_not_checked, why)
+        for network in self._effort.networks:
+            for mode in _MODES:
+                ranks = machine.ranks if mode is Mode.DP else "1-1"
+                yield "parity", f"{network}, {mode} {ranks}", partial(self._parity, network, mode)
+        yield "rates", f"{model}, one device", partial(self._data_parallel, 1)
+        yield "rates", f"{model}, data parallel on all", self._data_parallel
+        yield "rates", f"{model}, the plan chosen here", self._best_plan
+        yield "row", "to send", self._write_row
 
-_CUTS = {"resnet8": "layer2", "bert-mini": "h.2"}  # where stage 1 begins; neither model draws random numbers
+    def _code(self) -> Check:
+        """Whether this build of torch has code for every GPU."""
+        built = torch.cuda.get_arch_list()
+        has = f"torch {torch.__version__} has {' '.join(built)}"
+        for gpu in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(gpu)
+            if not any(runs_on(code, (major, minor)) for code in built):
+                card = f"GPU {gpu} is {torch.cuda.get_device_name(gpu)} of compute capability {major}.{minor}"
+                return _failed(f"{card}, but {has}; install another build (docs/install.md)")
+        return _passed(has)
 
+    def _links(self) -> Check:
+        if self._machine.ranks == 1:
+            return _ALONE
+        found = measure_links(self._machine.ranks, device=self._machine.device, backend=self._machine.backend)
+        slowest = min(found["transfers"], key=lambda transfer: transfer["bandwidth"])
+        figures = {"send": slowest["bandwidth"], "latency": slowest["latency"], "reduce": found["reduce"]}
+        if found["wrong"]:
+            wrong = f"{counted(len(found['wrong']), 'transfer')} arrived wrong, first the {found['wrong'][0]}"
+            return _failed(f"{wrong}; check the cards, their slots and IOMMU settings", figures)
+        speeds = f"messages {slowest['bandwidth'] / 1e9:.2f} GB/s, {slowest['latency'] * 1e6:.0f} us"
+        where = f", slowest pair {slowest['source']}-{slowest['target']}" if len(found["transfers"]) > 1 else ""
+        return _passed(f"all right; {speeds}{where}; sums {found['reduce'] / 1e9:.2f} GB/s", figures)
 
-def _parity(machine: UnderTest, effort: Effort, network: str, mode: Mode, folder: Path) -> CheckResult:
-    """Train by real ranks and by plain PyTorch in this process, on the same kind of device."""
-    if machine.ranks == 1:
-        return _ALONE
-    is_whole = mode is Mode.DP
-    task = Task(
-        network,
-        max(4, machine.ranks),
-        effort.steps,
-        machine.ranks if is_whole else 1,
-        _CUTS[network] if mode is Mode.STALE else None,
-        machine.device,
-    )
-    result = run(make_config(FIXED, _parity_options(machine, task, mode, folder), given=()))
-    with torch.backends.cudnn.flags(allow_tf32=False, deterministic=True):
-        plain = train_plain(task)
-    largest, where = plain.difference(Trained([step.loss for step in result.steps], result.weights()))
-    bar = _BARS[machine.device]
-    line = f"largest difference from plain PyTorch {largest:.1e} ({where}), bar {bar:.0e}"
-    return CheckResult(
-        CheckState.PASSED if largest <= bar else CheckState.FAILED, line, {"difference": largest, "bar": bar}
-    )
+    def _parity(self, network: str, mode: Mode) -> Check:
+        """Train by real ranks and by plain PyTorch in this process, on the same kind of device."""
+        ranks, device = self._machine.ranks, self._machine.device
+        if ranks == 1:
+            return _ALONE
+        replicas, lagging = (ranks if mode is Mode.DP else 1), (_CUTS[network] if mode is Mode.STALE else None)
+        task = Task(network, max(4, ranks), self._effort.steps, replicas, lagging, device)
+        result = run(make_config(FIXED, self._parity_options(task, mode), given=()))
+        with torch.backends.cudnn.flags(allow_tf32=False, deterministic=True):
+            plain = train_plain(task)
+        largest, where = plain.difference(Trained([step.loss for step in result.steps], result.weights()))
+        line = f"largest difference from plain PyTorch {largest:.1e} ({where}), bar {_BARS[device]:.0e}"
+        made = _passed if largest <= _BARS[device] else _failed
+        return made(line, {"difference": largest, "bar": _BARS[device]})
 
-
-def _parity_options(machine: UnderTest, task: Task, mode: Mode, folder: Path) -> dict[str, dict[str, Any]]:
-    """The options that train a task; its samples are written into the folder."""
-    data = folder / "data.safetensors"
-    save_file(task.data(), data)
-    plan = {"mode": str(mode), "batch": task.samples, "microbatches": task.microbatches}
-    if mode is Mode.DP:
-        plan["placement"] = f"0:0-{machine.ranks - 1}"
-    else:
-        plan |= {"placement": "0:0.0:1", "cut": _CUTS[task.network]}
-    return {
-        "model": {"name": task.network, "classes": CLASSES},
-        "data": {"source": f"tensors:{data}", "shuffle": False},
-        "plan": plan | ({"staleness": 1} if mode is Mode.STALE else {}),
-        "optimizer": {"lr": RATE, "momentum": MOMENTUM, "weight_decay": 0.0},
-        "run": machine.options
-        | {
+    def _parity_options(self, task: Task, mode: Mode) -> dict[str, dict[str, Any]]:
+        """The options that train a task; its samples are written into the folder."""
+        data = self._folder / "data.safetensors"
+        save_file(task.data(), data)
+        plan = {"mode": str(mode), "batch": task.samples, "microbatches": task.microbatches}
+        if mode is Mode.DP:
+            plan["placement"] = f"0:0-{self._machine.ranks - 1}"
+        else:
+            plan |= {"placement": "0:0.0:1", "cut": _CUTS[task.network]}
+        own = {
             "steps": task.steps,
             "seed": SEED,
-            # fp64 is for CPUs, and tf32 rounds to three digits
-            "precision": "fp64" if machine.device == "cpu" else "ieee",
-            "runs": str(folder / "runs"),
-            "export": str(folder / "weights.safetensors"),
-        },
-    }
-
-
-# --- Rates ------------------------------------------------------------------------------------------------------------
-
-
-class RateChecks:
-    """The rates of one model under three plans, each beside its prediction by a profile of this machine."""
-
-    def __init__(self, machine: UnderTest, effort: Effort, folder: Path, progress: Progress) -> None:
-        self.machine = machine
-        self.effort = effort
-        self.measured: list[Result] = []  # of data parallel; the last one has the most devices
-        self._folder = folder
-        self._progress = progress
+            "precision": "fp64" if task.device == "cpu" else "ieee",  # tf32 would round to three digits
+            "runs": str(self._folder / "runs"),
+            "export": str(self._folder / "weights.safetensors"),
+        }
+        return {
+            "model": {"name": task.network, "classes": CLASSES},
+            "data": {"source": f"tensors:{data}", "shuffle": False},
+            "plan": plan | ({"staleness": 1} if mode is Mode.STALE else {}),
+            "optimizer": {"lr": RATE, "momentum": MOMENTUM, "weight_decay": 0.0},
+            "run": self._machine.options | own,
+        }
 
     @cached_property
     def _here(self) -> Here:
-        return profile_here(self.effort.model, Subject(self.effort.precision), self._progress)
+        return profile_here(self._effort.model, Subject(self._effort.precision), self._voice.progress)
 
     @cached_property
     def _setting(self) -> Setting:
-        tied = trace_model(self.effort.model, None, None).tied
-        here = self._here
-        return make_setting(here.profile, here.cluster, self.effort.precision, catalog=here.catalog, tied=tied)
+        tied, here = trace_model(self._effort.model, None, None).tied, self._here
+        return make_setting(here.profile, here.cluster, self._effort.precision, catalog=here.catalog, tied=tied)
 
     @property
     def _each(self) -> int:
         """Samples of a batch, a device: as many as the profile covers."""
-        return self._here.profile.covered(self.effort.precision)[1]
+        return self._here.profile.covered(self._effort.precision)[1]
 
-    def data_parallel(self, devices: int | None = None) -> CheckResult:
+    def _data_parallel(self, devices: int | None = None) -> Check:
         """The rate on some devices, or on all."""
-        if devices is None and (self.machine.ranks == 1 or self.machine.shares):
-            return CheckResult(CheckState.NOT_CHECKED, "this machine has 1 GPU")
+        if devices is None and (self._machine.ranks == 1 or self._machine.shares):
+            return _ONE_GPU
         devices = devices or len(self._setting.cluster.devices)
-        placement = "0:0" if devices == 1 else f"0:0-{devices - 1}"
         batch = devices * self._each
-        return self._measure({"mode": "dp", "placement": placement, "batch": batch}, batch)
+        return self._rate(
+            {"mode": "dp", "placement": "0:0" if devices == 1 else f"0:0-{devices - 1}", "batch": batch}, batch
+        )
 
-    def best_plan(self) -> CheckResult:
-        if self.machine.ranks == 1 or self.machine.shares:
-            return CheckResult(CheckState.NOT_CHECKED, "this machine has 1 GPU")
-        devices = len(self._setting.cluster.devices)
-        plan = choose(self._setting, devices * self._each).best.plan
+    def _best_plan(self) -> Check:
+        if self._machine.ranks == 1 or self._machine.shares:
+            return _ONE_GPU
+        plan = choose(self._setting, len(self._setting.cluster.devices) * self._each).best.plan
         if plan.mode is Mode.DP:
-            return CheckResult(
-                CheckState.PASSED, f"data parallel on {plan.world}: no plan of stages is predicted to be faster"
-            )
+            return _passed(f"data parallel on {plan.world}: no plan of stages is predicted to be faster")
         file = self._folder / "plan.json"
         file.write_text(json.dumps(plan.describe()))
-        found = self._measure({"file": str(file)}, plan.batch)
+        found = self._rate({"file": str(file)}, plan.batch)
         return replace(found, line=f"{plan.mode} {plan.shape}: {found.line}")
 
-    def _measure(self, plan: dict[str, Any], batch: int) -> CheckResult:
-        effort, runs = self.effort, str(self._folder / "runs")
-        least, most = effort.batches
+    def _rate(self, plan: dict[str, Any], batch: int) -> Check:
+        effort = self._effort
         seconds = self._here.profile.at(effort.precision, self._each).seconds
+        least, most = effort.batches
         steps = min(most, max(least, round(_RATE_SECONDS / seconds)))
+        own = {"precision": effort.precision, "steps": steps, "runs": str(self._folder / "runs")}
         tables: dict[str, dict[str, Any]] = {
             "model": {"name": effort.model},
             "data": {"samples": max(256, batch)},
             "plan": plan,
-            "run": self.machine.options | {"precision": effort.precision, "steps": steps, "runs": runs},
+            "run": self._machine.options | own,
         }
         result = run(make_config(FIXED, tables, given=()))
         rate = result.summary["images_per_second"]
         if rate is None:
-            return CheckResult(
-                CheckState.NOT_CHECKED, f"no steady speed in {len(result.steps)} steps; stop other programs"
-            )
+            return _not_checked(f"no steady speed in {len(result.steps)} steps; stop other programs")
         if result.plan.mode is Mode.DP:
-            self.measured.append(result)
+            self._measured.append(result)
         predicted = predict(result.plan, self._setting).images_per_second
         line = f"{rate:,.0f} images/s, predicted {predicted:,.0f} ({predicted / rate - 1:+.0%})"
-        return CheckResult(CheckState.PASSED, line, {"images_per_second": rate, "predicted": predicted})
+        return _passed(line, {"images_per_second": rate, "predicted": predicted})
 
-
-def _write_row(rates: RateChecks, path: str) -> CheckResult:
-    """Append the rate of data parallel on the most devices to a file of rows."""
-    if not rates.measured:
-        return CheckResult(CheckState.NOT_CHECKED, "no rate was measured")
-    result, here = rates.measured[-1], read_environment()
-    devices = len(result.plan.devices)
-    row = Row(
-        hardware=hardware_of(dict(here.rows()), rates.machine.device),
-        gpus=devices,
-        software=software_of(dict(here.rows())),
-        model=rates.effort.model,
-        precision=rates.effort.precision,
-        batch_per_gpu=result.plan.batch // devices,
-        images_per_second=round(result.summary["images_per_second"], 2),
-        source=f"stagewright selftest, {time.strftime('%Y-%m-%d')}",
-        link="none" if devices == 1 else _link(here.topology),
-        note=f"synthetic data, {len(result.steps)} steps",
-    )
-    append_rows([row], path)
-    wish = "" if rates.machine.device == "cpu" else "; please send it in an issue, so that predictions become better"
-    return CheckResult(CheckState.PASSED, f"appended to {path}{wish}")
+    def _write_row(self) -> Check:
+        """Append the rate of data parallel on the most devices to a file of rows."""
+        if not self._measured:
+            return _not_checked("no rate was measured")
+        result, here = self._measured[-1], read_environment()
+        devices = len(result.plan.devices)
+        row = Row(
+            hardware=hardware_of(dict(here.rows()), self._machine.device),
+            gpus=devices,
+            software=software_of(dict(here.rows())),
+            model=self._effort.model,
+            precision=self._effort.precision,
+            batch_per_gpu=result.plan.batch // devices,
+            images_per_second=round(result.summary["images_per_second"], 2),
+            source=f"stagewright selftest, {time.strftime('%Y-%m-%d')}",
+            link="none" if devices == 1 else _link(here.topology),
+            note=f"synthetic data, {len(result.steps)} steps",
+        )
+        append_rows([row], self._row)
+        wish = "" if self._machine.device == "cpu" else "; please send it in an issue: predictions become better by it"
+        return _passed(f"appended to {self._row}{wish}")
 
 
 def _link(topology: Topology | None) -> str:

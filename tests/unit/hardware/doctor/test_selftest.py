@@ -17,7 +17,7 @@ from stagewright.cli import machine as command
 from stagewright.config.sections import Config
 from stagewright.errors import RunFailed
 from stagewright.hardware.doctor import selftest
-from stagewright.hardware.doctor.selftest import Check, CheckResult, CheckState, Effort, UnderTest, run_checks, runs_on
+from stagewright.hardware.doctor.selftest import Check, CheckState, Effort, UnderTest, run_checks, runs_on
 from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
 from stagewright.run.profile import Here, Subject
@@ -50,10 +50,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def checks(
     machine: UnderTest, effort: Effort, tmp_path: Path, minutes: float = 99, until: str = ""
-) -> dict[str, CheckResult]:
+) -> dict[str, Check]:
     """What was found by the name of each check, up to a part."""
-    found = run_checks(machine, effort, minutes, str(tmp_path / "row.toml"), lambda text: None)
-    return {f"{check.part}: {check.name}": check.found for check in takewhile(lambda check: check.part != until, found)}
+    found = run_checks(machine, effort, minutes, str(tmp_path / "row.toml"))
+    return {f"{check.part}: {check.name}": check for check in takewhile(lambda check: check.part != until, found)}
 
 
 def test_every_check_passes_on_two_cpu_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +87,8 @@ def wrong_weight(result: Result) -> Result:
 
 def test_a_weight_that_differs_fails_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "run", lambda config: wrong_weight(emulated(config)))
-    found = run_checks(CPU, replace(SMALL, steps=1), 99, str(tmp_path / "row.toml"), lambda text: None)
-    first = next(check.found for check in found if check.part == "parity")
+    found = run_checks(CPU, replace(SMALL, steps=1), 99, str(tmp_path / "row.toml"))
+    first = next(check for check in found if check.part == "parity")
     assert first.state is CheckState.FAILED and "(fc.bias), bar 1e-09" in first.line
     assert first.figures["difference"] > first.figures["bar"]
 
@@ -149,8 +149,8 @@ def test_which_code_runs_on_which_gpu(code: str, capability: tuple[int, int], ru
 
 
 CHECKS = (
-    Check("links", "messages", CheckResult(CheckState.PASSED, "all right", {"send": 1e9})),
-    Check("parity", "resnet8, dp 2", CheckResult(CheckState.FAILED, "largest difference 1e-2")),
+    Check(CheckState.PASSED, "all right", {"send": 1e9}, "links", "messages"),
+    Check(CheckState.FAILED, "largest difference 1e-2", {}, "parity", "resnet8, dp 2"),
 )
 
 
