@@ -34,7 +34,7 @@ from stagewright.report.live.terminal import open_console
 
 Given = argparse.Namespace
 Keep = Callable[[Outcome], None]
-Progress = ProgressLine
+Progress = Callable[[str], None]
 _OPTIONS: Mapping[str, dict[str, Any]] = {
     "--repeats": {"type": int, "help": "repeats of each side"},
     "--steps": {"type": int, "default": 0, "help": "batches per repeat"},
@@ -237,7 +237,7 @@ def _fail(message: str) -> NoReturn:
 def _measure(name: str, benchmark: Benchmark, given: Given, command: str) -> None:
     outcome, folder = measure_and_show(
         name,
-        lambda runs, keep, progress: benchmark.measure(given, runs, keep, progress),
+        lambda runs, keep, voice: benchmark.measure(given, runs, keep, voice.progress),
         command,
         outcome_page,
         show,

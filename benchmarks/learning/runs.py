@@ -28,6 +28,7 @@ from stagewright.files import read_text
 from stagewright.metrics import LOSS, format_metric, headline_metrics, metric_label
 from stagewright.report.read import read_lines
 from stagewright.runtime.process.children import Children
+from stagewright.voice import Voice
 
 Progress = Callable[[str], None]
 After = Callable[[Sequence["TrainedRun"]], None]
@@ -86,7 +87,7 @@ def train_runs(
         progress(f"{len(found)} of {len(trial_runs)} runs are reused")
         after(found)
     running: list[_Running] = []
-    with shared_gpu(progress) if on_gpu and jobs > 1 else nullcontext(), Children() as children:
+    with shared_gpu(Voice(warn=progress)) if on_gpu and jobs > 1 else nullcontext(), Children() as children:
         shown = time.monotonic()
         while waiting or running:
             while waiting and len(running) < jobs:

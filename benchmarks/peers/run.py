@@ -24,6 +24,7 @@ from stagewright.bench.result import Repeat, Row, measured_row
 from stagewright.config.sections import Config
 from stagewright.config.toml import FIXED, make_config
 from stagewright.run.prepare import prepare
+from stagewright.voice import Voice
 
 Progress = Callable[[str], None]
 _BATCHES_IN_MEMORY = 8
@@ -104,7 +105,7 @@ def _run_case(case: Case, repeats: int, steps: int, folder: Path, progress: Prog
     on_gpu = case.workload.setting.device == "cuda"
     with ExitStack() as stack:
         if on_gpu:
-            stack.enter_context(shared_gpu(progress))
+            stack.enter_context(shared_gpu(Voice(warn=progress)))
         ranks = open_ranks(stack, jobs, folder, {side: side.world(case.workload) for side in jobs})
         if case.workload.setting.is_compiled:
             progress(f"{case.workload}: compiling")

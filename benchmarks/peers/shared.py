@@ -33,6 +33,7 @@ from stagewright.planning.planner import choose
 from stagewright.planning.predict import predict
 from stagewright.planning.setting import make_setting, measured_link
 from stagewright.profile.profile import Profile, read_profile
+from stagewright.voice import Voice
 
 Progress = Callable[[str], None]
 CLUSTER = "h200-shared-8"
@@ -145,7 +146,7 @@ def measure(
         known = models(only)
         predicted = [one for one in read_predictions(Path(reuse[0]) / PREDICTIONS) if one.model in known]
     else:
-        with shared_gpu(progress):
+        with shared_gpu(Voice(warn=progress)):
             for model in models(only):
                 progress(f"profiling {model}")
                 take_profile(model, folder / f"{model}.json")

@@ -21,6 +21,7 @@ from stagewright.report.live.terminal import open_console
 from stagewright.report.page import Page
 from stagewright.run.folder import new_folder
 from stagewright.run.report import write_page
+from stagewright.voice import Voice
 
 LOGS = "logs.zip"
 _NO_LOGS = {"checkpoints", ".lock", "ranks", "report.html"}  # left out of the zip
@@ -87,7 +88,7 @@ def run_to_folder(
 
 def measure_and_show(
     name: str,
-    measure: Callable[[Path, Callable[[Found], None], ProgressLine], Found],
+    measure: Callable[[Path, Callable[[Found], None], Voice], Found],
     command: str,
     page: Callable[[Found], Page],
     show: Callable[[Console, Found, Path], None],
@@ -98,8 +99,9 @@ def measure_and_show(
 ) -> tuple[Found, Path]:
     """Measure into a folder, and print the tables or one JSON object."""
     with ProgressLine(name, patience=0) as progress:
+        voice = Voice(warn=progress, progress=progress)
         outcome, folder = run_to_folder(
-            name, runs, command, lambda logs, keep: measure(logs, keep, progress), page, anonymise=anonymise
+            name, runs, command, lambda logs, keep: measure(logs, keep, voice), page, anonymise=anonymise
         )
     if as_json:
         print(json.dumps(asdict(outcome) | {"folder": str(folder)}))

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from stagewright.events import Usage, read_usage
 from stagewright.plan.plan import Plan
 from stagewright.report.read import read_lines
 from stagewright.runtime.comm.unix_socket import socket_folder
+from stagewright.voice import Voice
 
 _CONTROL = "nvidia-cuda-mps-control"
 MPS_SECONDS = 10  # that the daemon gives its clients to end
@@ -66,7 +67,7 @@ def _by_stage(plan: Plan, held: Mapping[int, int]) -> tuple[int, ...]:
 
 
 @contextmanager
-def shared_gpu(warn: Callable[[str], None]) -> Iterator[None]:
+def shared_gpu(voice: Voice) -> Iterator[None]:
     """Run CUDA MPS while the context is open, unless the environment names a daemon of the user.
 
     Without MPS, processes that share a GPU run on it one after another.
@@ -75,7 +76,7 @@ def shared_gpu(warn: Callable[[str], None]) -> Iterator[None]:
         yield
         return
     if shutil.which(_CONTROL) is None:
-        warn("CUDA MPS is not installed: ranks that share a GPU take turns, which slows down every side")
+        voice.warn("CUDA MPS is not installed: ranks that share a GPU take turns, which slows down every side")
         yield
         return
     before = {name: os.environ.get(name) for name in _FOLDERS}
@@ -89,7 +90,7 @@ def shared_gpu(warn: Callable[[str], None]) -> Iterator[None]:
             started = subprocess.run([_CONTROL, "-d"], check=False, capture_output=True, text=True)
             has_started = not started.returncode
             if not has_started:
-                warn(f"CUDA MPS does not start: {(started.stderr or started.stdout).strip()}; ranks take turns")
+                voice.warn(f"CUDA MPS does not start: {(started.stderr or started.stdout).strip()}; ranks take turns")
             yield
         finally:
             if has_started:

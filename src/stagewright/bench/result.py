@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -80,12 +80,16 @@ class Row:
     def key(self) -> tuple[str, str, str]:
         return (self.group, self.name, self.data)
 
+    def measured(self, repeats: tuple[Repeat, ...]) -> Row:
+        """The row with these repeats: their median with its interval, and which of them stand out."""
+        rates = [repeat.rate for repeat in repeats]
+        return replace(self, repeats=repeats, rate=median_interval(rates), outliers=outliers(rates))
+
 
 def measured_row(group: str, name: str, repeats: Iterable[Repeat | float], **about: Any) -> Row:
-    """A row of at least one repeat: their median with its interval, and which of them stand out."""
-    found = tuple(repeat if isinstance(repeat, Repeat) else Repeat(repeat) for repeat in repeats)
-    rates = [repeat.rate for repeat in found]
-    return Row(group, name, repeats=found, rate=median_interval(rates), outliers=outliers(rates), **about)
+    """A row of at least one repeat."""
+    found = (repeat if isinstance(repeat, Repeat) else Repeat(repeat) for repeat in repeats)
+    return Row(group, name, **about).measured(tuple(found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ A B C ...), so that background load meets all of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rich.console import Console
 
 from stagewright.bench.machine import observed, shared_gpu
 from stagewright.bench.predict import Capacity, local_capacity, predict_config
-from stagewright.bench.result import Outcome, Repeat, Row, measured_row, new_outcome
+from stagewright.bench.result import Outcome, Repeat, Row, new_outcome
 from stagewright.bench.statistics import Interval, paired_ratio
 from stagewright.bench.suite import (
     Configuration,
@@ -35,57 +35,43 @@ from stagewright.cluster.topology import Cluster
 from stagewright.config.sections import Config
 from stagewright.config.toml import as_tables
 from stagewright.errors import RunFailed, UserError
-from stagewright.metrics import IMAGES, MIB, Unit, headline_metrics, steady_rate
+from stagewright.metrics import IMAGES, MIB, headline_metrics, steady_rate
 from stagewright.plan.plan import Plan
 from stagewright.planning.predict import IMAGENET
 from stagewright.run.train import Result, run
+from stagewright.voice import Voice
 
-Progress = Callable[[str], None]
 _OUTPUT = "output.txt"
 
 
-def run_suite(
-    name: str, options: SuiteOptions, folder: Path, progress: Progress, keep: Callable[[Outcome], None]
-) -> Outcome:
+def run_suite(name: str, options: SuiteOptions, folder: Path, voice: Voice, keep: Callable[[Outcome], None]) -> Outcome:
     """Measure what fits, predict the rest where asked to; `keep` receives the outcome so far after every run."""
     suite, capacity = read_suite(name), local_capacity()
-    configurations = {str(entry): entry for entry in configurations_of(suite, options)}
-    checked = {key: _config_or_reason(entry, capacity, options) for key, entry in configurations.items()}
-    configs = {key: config for key, config in checked.items() if isinstance(config, Config)}
-    not_run = {}
-    for key, reason in checked.items():
-        if isinstance(reason, str):
-            if options.simulate:
-                progress(f"predicting {key}")
-                not_run[key] = _predicted(configurations[key], reason, options)
-            else:
-                config = configurations[key].resolve(capacity.cluster)
-                not_run[key] = Row(**_about(configurations[key], config), kind="left out", reason=reason)
+    configs: dict[str, Config] = {}
+    rows: dict[str, Row] = {}
+    for entry in configurations_of(suite, options):
+        config, reason = _config_or_reason(entry, capacity, options)
+        if config is not None:
+            configs[str(entry)] = config
+            rows[str(entry)] = Row(**about(entry, config), kind="left out", reason="the bench ended before its turn")
+        elif options.simulate:
+            voice.progress(f"predicting {entry}")
+            rows[str(entry)] = _predicted(entry, reason, options)
+        else:
+            rows[str(entry)] = Row(**about(entry, entry.resolve(capacity.cluster)), kind="left out", reason=reason)
     if not configs and not options.simulate:
-        raise UserError(_does_not_fit(name, list(not_run.values()), capacity))
+        raise UserError(_does_not_fit(name, next(iter(rows.values())), capacity))
     blank = new_outcome(Path(name).stem, suite.title, options.repeats, options.steps)
 
-    def outcome(measured: Mapping[str, Measurements], is_whole: bool) -> Outcome:
-        rows = [not_run.get(key) or row_so_far(entry, measured[key]) for key, entry in configurations.items()]
-        return replace(blank, rows=tuple(with_speedups(rows)), is_whole=is_whole)
+    def outcome(*, is_whole: bool) -> Outcome:
+        return replace(blank, rows=tuple(with_speedups(list(rows.values()))), is_whole=is_whole)
 
     is_shared = any(config.run.share_gpu for config in configs.values())
-    with shared_gpu(progress) if is_shared else nullcontext():
-        length = Length(options.repeats, options.limit)
-        measured = run_repeats(configs, length, folder, progress, lambda found: keep(outcome(found, False)))
-    return outcome(measured, True)
-
-
-@dataclass
-class Measurements:
-    """What one configuration has done so far."""
-
-    config: Config
-    repeats: list[Repeat] = field(default_factory=list)
-    plan: Plan | None = None
-    unit: Unit = IMAGES
-    step_lines: tuple[str, ...] = ()
-    failure: str = ""
+    with shared_gpu(voice) if is_shared else nullcontext():
+        for key, row in run_repeats(rows, configs, Length(options.repeats, options.limit), folder, voice):
+            rows[key] = row
+            keep(outcome(is_whole=False))
+    return outcome(is_whole=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,48 +87,47 @@ class Length:
 
 
 def run_repeats(
-    configs: Mapping[str, Config],
-    length: Length,
-    folder: Path,
-    progress: Progress,
-    after: Callable[[Mapping[str, Measurements]], None],
-) -> dict[str, Measurements]:
-    """Run every configuration once per repeat; one that fails is left out of later repeats.
-
-    `after` is called after every run with all measurements so far.
-    """
-    found = {name: Measurements(config) for name, config in configs.items()}
+    rows: Mapping[str, Row], configs: Mapping[str, Config], length: Length, folder: Path, voice: Voice
+) -> Iterator[tuple[str, Row]]:
+    """Run every configuration once per repeat; after each run its row so far. One that fails runs no more."""
     began, done = time.monotonic(), 0
     while length.allows(done, time.monotonic() - began):
         done += 1
-        for name, measurements in found.items():
-            if not measurements.failure:
-                progress(f"repeat {done} of {length.repeats}: {name}")
-                run_once(measurements, done, folder)
-                after(found)
-    return found
+        for key, config in configs.items():
+            if rows[key].kind != "failed":
+                voice.progress(f"repeat {done} of {length.repeats}: {key}")
+                yield key, run_once(rows[key], config, folder)
 
 
-def run_once(measurements: Measurements, number: int, folder: Path) -> None:
-    """Train one configuration and add what was measured, or its failure."""
-    config = replace(measurements.config, run=replace(measurements.config.run, runs=str(folder)))
+def run_once(row: Row, config: Config, folder: Path) -> Row:
+    """Train a configuration, and add what was measured to its row, or its failure."""
+    config = replace(config, run=replace(config.run, runs=str(folder)))
     output = folder / f"{_OUTPUT}.draft"
     folder.mkdir(parents=True, exist_ok=True)
     with output.open("w") as file:
         try:
             result = run(config, Console(file=file, width=120))
         except (UserError, RunFailed) as error:
-            measurements.failure = f"repeat {number}: {error}"
-            return
+            return replace(row, kind="failed", reason=f"repeat {len(row.repeats) + 1}: {error}")
         finally:
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # by probing the model; the next ranks need the memory
                 torch.cuda.empty_cache()
     output.replace(result.folder / _OUTPUT)
-    measurements.plan, measurements.unit = result.plan, result.unit
-    measurements.repeats.append(_repeat(result))
-    if number == 1:
+    if not row.repeats:
         lines = (result.folder / _OUTPUT).read_text().splitlines()
-        measurements.step_lines = tuple(line for line in lines if line.startswith("epoch "))
+        unit = "" if result.unit == IMAGES else result.unit.rate
+        steps = tuple(line for line in lines if line.startswith("epoch "))
+        row = replace(row, kind="measured", reason="", unit=unit, step_lines=steps, **_of_plan(result.plan))
+    return with_repeat(row, _repeat(result))
+
+
+def with_repeat(row: Row, repeat: Repeat) -> Row:
+    """The row with one repeat more."""
+    row = row.measured((*row.repeats, repeat))
+    assert row.rate is not None
+    held = [repeat.gpu_memory or repeat.memory for repeat in row.repeats]
+    memory = tuple(max(stage) for stage in zip(*held, strict=True)) if all(held) else ()
+    return replace(row, memory=memory, epoch_seconds=None if row.unit else IMAGENET / row.rate.value)
 
 
 def _repeat(result: Result) -> Repeat:
@@ -161,21 +146,24 @@ def _repeat(result: Result) -> Repeat:
     )
 
 
-def _config_or_reason(configuration: Configuration, capacity: Capacity, options: SuiteOptions) -> Config | str:
+def _config_or_reason(
+    configuration: Configuration, capacity: Capacity, options: SuiteOptions
+) -> tuple[Config | None, str]:
     """The options to run here, or why the configuration cannot run."""
     if options.cluster is not None:
-        return ""
+        return None, ""
     if configuration.is_real and options.real is None:
-        return "needs --data"
+        return None, "needs --data"
     config = configuration.resolve(capacity.cluster)
-    return capacity.shortage(config) or config
+    shortage = capacity.shortage(config)
+    return (config, "") if shortage is None else (None, shortage)
 
 
-def _does_not_fit(name: str, rows: Sequence[Row], capacity: Capacity) -> str:
+def _does_not_fit(name: str, row: Row, capacity: Capacity) -> str:
     """What is missing, and the nearest suite that runs here."""
     nearest = nearest_suite(capacity)
     other = f"; stagewright bench {nearest} runs here" if nearest and nearest != name else ""
-    return f"suite {name} does not fit: {rows[0].label} {rows[0].reason}{other}; --simulate predicts it"
+    return f"suite {name} does not fit: {row.label} {row.reason}{other}; --simulate predicts it"
 
 
 def nearest_suite(capacity: Capacity) -> str | None:
@@ -190,7 +178,7 @@ def nearest_suite(capacity: Capacity) -> str | None:
     return max(found)[1] if found else None
 
 
-def _about(configuration: Configuration, config: Config) -> dict[str, Any]:
+def about(configuration: Configuration, config: Config) -> dict[str, Any]:
     """What a row says about its configuration."""
     return {
         "group": configuration.group.name,
@@ -228,7 +216,7 @@ def _predicted(configuration: Configuration, reason: str, options: SuiteOptions)
         reasons.append(f"needs {max(memory) / MIB:,.0f} MiB, a device has {min(prediction.limits) / MIB:,.0f}")
     rate = prediction.images_per_second
     return Row(
-        **_about(configuration, config),
+        **about(configuration, config),
         kind="predicted",
         reason="; ".join(reasons),
         cluster=cluster.name,
@@ -256,27 +244,6 @@ def _cluster_to_simulate(configuration: Configuration, options: SuiteOptions) ->
     except UserError:
         return open_cluster(own)
     return catalog, cluster
-
-
-def row_so_far(configuration: Configuration, found: Measurements) -> Row:
-    """The row of a configuration that ran here, as far as it came."""
-    config = found.config
-    if not found.repeats:
-        reason = found.failure or "the bench ended before its turn"
-        return Row(**_about(configuration, config), kind="failed" if found.failure else "left out", reason=reason)
-    held = [repeat.gpu_memory or repeat.memory for repeat in found.repeats]
-    row = measured_row(
-        repeats=found.repeats,
-        kind="failed" if found.failure else "measured",
-        reason=found.failure,
-        memory=tuple(max(stage) for stage in zip(*held, strict=True)) if all(held) else (),
-        step_lines=found.step_lines,
-        unit="" if found.unit == IMAGES else found.unit.rate,
-        **_about(configuration, config),
-        **(_of_plan(found.plan) if found.plan is not None else {}),
-    )
-    assert row.rate is not None
-    return row if row.unit else replace(row, epoch_seconds=IMAGENET / row.rate.value)
 
 
 def with_speedups(rows: Sequence[Row]) -> list[Row]:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from stagewright.bench import data
-from stagewright.bench.demo.page import demo_page, sentences, terminal_table, warnings
+from stagewright.bench.demo.page import demo_page, sentences, show_table, warnings
 from stagewright.bench.demo.run import run_demo as train_both
 from stagewright.bench.demo.run import simulated_win
 from stagewright.bench.folder import measure_and_show, require_none_failed
@@ -24,6 +24,7 @@ from stagewright.errors import UserError, counted
 from stagewright.report.live.terminal import open_console, say
 from stagewright.run.folder import new_folder
 from stagewright.run.report import write_page
+from stagewright.voice import Voice
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -47,7 +48,7 @@ def run(parsed: argparse.Namespace) -> None:
     )
     outcome, folder = measure_and_show(
         parsed.suite,
-        lambda runs, keep, progress: run_suite(parsed.suite, options, runs, progress, keep),
+        lambda runs, keep, voice: run_suite(parsed.suite, options, runs, voice, keep),
         command_of(parsed),
         outcome_page,
         show,
@@ -83,7 +84,7 @@ def run_data(parsed: argparse.Namespace) -> None:
     words = [f" --{name} {value}" for name, value in given if value is not None]
     measure_and_show(
         "data",
-        lambda runs, keep, progress: data.measure(parsed.repeats, parsed.images, parsed.threads),
+        lambda runs, keep, voice: data.measure(parsed.repeats, parsed.images, parsed.threads),
         f"stagewright data bench{''.join(words)}",
         outcome_page,
         show,
@@ -101,7 +102,7 @@ def run_demo(parsed: argparse.Namespace) -> None:
     def progress(text: str) -> None:
         say(errors if parsed.json else console, f"{time.monotonic() - began:4.0f} s  {text}", soft_wrap=True)
 
-    demo = train_both(progress, loopback=parsed.loopback)
+    demo = train_both(Voice(progress=progress), loopback=parsed.loopback)
     folder = new_folder(parsed.runs, "demo")
     (folder / "demo.json").write_text(json.dumps(demo.describe(), indent=1))
     page = write_page(demo_page(demo), folder / "report.html")[0]
@@ -109,7 +110,7 @@ def run_demo(parsed: argparse.Namespace) -> None:
         print(json.dumps(demo.describe() | {"report": str(page)}))
         return
     console.print()
-    console.print(terminal_table(demo))
+    show_table(console, demo)
     for sentence in sentences(demo):
         console.print()
         say(console, sentence, soft_wrap=not console.is_terminal)

@@ -15,6 +15,7 @@ from stagewright.cluster.placement import parse_placement
 from stagewright.events import GpuUsage, RankUsage, Usage
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
+from stagewright.voice import SILENT, Voice
 from tests.waiting import is_running, wait_until
 
 PLAN = make_plan(parse_placement("0:0-1.0:2"), batch=8, microbatches=4, mode=Mode.STALE, cuts=("x",))
@@ -81,7 +82,7 @@ def test_the_mps_daemon_ends_with_the_measurement(deaf: str, tmp_path: Path, mon
     monkeypatch.setattr(machine, "MPS_SECONDS", seconds)
     monkeypatch.setenv("CUDA_MPS_LOG_DIRECTORY", "/of/the/user")
     before = dict(os.environ)
-    with pytest.raises(KeyboardInterrupt), machine.shared_gpu(print):
+    with pytest.raises(KeyboardInterrupt), machine.shared_gpu(SILENT):
         pid = int((tmp_path / "pid").read_text())
         assert is_running(pid)
         assert all(Path(os.environ[name]).is_dir() for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"))
@@ -93,7 +94,7 @@ def test_the_mps_daemon_ends_with_the_measurement(deaf: str, tmp_path: Path, mon
 def test_warns_if_the_mps_daemon_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     daemon(tmp_path, monkeypatch, fault="echo no permission >&2; exit 1")
     warnings: list[str] = []
-    with machine.shared_gpu(warnings.append):
+    with machine.shared_gpu(Voice(warn=warnings.append)):
         pass
     assert warnings == ["CUDA MPS does not start: no permission; ranks take turns"]
     assert not (tmp_path / "order").exists()
@@ -102,7 +103,7 @@ def test_warns_if_the_mps_daemon_does_not_start(tmp_path: Path, monkeypatch: pyt
 def test_leaves_the_mps_daemon_of_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     daemon(tmp_path, monkeypatch)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/of/the/user")
-    with machine.shared_gpu(print):
+    with machine.shared_gpu(SILENT):
         assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == "/of/the/user"
     assert not (tmp_path / "pid").exists() and not (tmp_path / "order").exists()
 
@@ -111,6 +112,6 @@ def test_warns_if_mps_is_not_installed(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     warnings: list[str] = []
-    with machine.shared_gpu(warnings.append):
+    with machine.shared_gpu(Voice(warn=warnings.append)):
         assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     assert "not installed" in warnings[0]

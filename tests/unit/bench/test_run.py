@@ -7,20 +7,23 @@ import json
 import re
 import socket
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from stagewright.bench import run as bench_run
 from stagewright.bench.predict import Capacity
-from stagewright.bench.result import Outcome, Repeat, read_outcome
-from stagewright.bench.run import Length, Measurements, nearest_suite, row_so_far, run_repeats, with_speedups
-from stagewright.bench.suite import SuiteOptions, configurations_of, read_suite
+from stagewright.bench.result import Outcome, Repeat, Row, read_outcome
+from stagewright.bench.run import Length, about, nearest_suite, run_repeats, with_repeat, with_speedups
+from stagewright.bench.suite import Configuration, SuiteOptions, configurations_of, read_suite
 from stagewright.cli.main import main
+from stagewright.config.sections import Config
 from stagewright.config.toml import make_config
 from stagewright.report.html import as_html
 from stagewright.report.page import Page
+from stagewright.voice import Voice
 from tests.commands import fails
 from tests.unit.bench.capacities import LAPTOP, ONE_GPU, SERVER, shortages
 
@@ -33,33 +36,39 @@ def repeat(rate: float) -> Repeat:
     return Repeat(rate, 0, True, (1.0,), 2.0, "run")
 
 
-def test_configurations_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    counts: list[int] = []
-
-    def run_once(measurements: Measurements, number: int, folder: Path) -> None:
-        measurements.repeats.append(repeat(number))
-
-    def after(found: Mapping[str, Measurements]) -> None:
-        counts.append(sum(len(entry.repeats) for entry in found.values()))
-
-    monkeypatch.setattr(bench_run, "run_once", run_once)
-    found = run_repeats(CONFIGS, Length(2), tmp_path, order.append, after)
-    assert order == [f"repeat {number} of 2: {name}" for number in (1, 2) for name in "ABC"]
-    assert counts == [1, 2, 3, 4, 5, 6] and [len(entry.repeats) for entry in found.values()] == [2, 2, 2]
+def row_of(configuration: Configuration, repeats: Iterable[Repeat]) -> Row:
+    row = Row(**about(configuration, make_config()), kind="measured")
+    for one in repeats:
+        row = with_repeat(row, one)
+    return row
 
 
-def test_a_failed_configuration_is_left_out_of_later_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
+def turns(length: Length, folder: Path, fails_at: int = -1) -> tuple[list[str], dict[str, Row]]:
+    """What is said while three configurations take turns, and their rows; one run may fail."""
+    said: list[str] = []
+    rows = {name: Row("g", name, kind="left out") for name in CONFIGS}
 
-    def run_once(measurements: Measurements, number: int, folder: Path) -> None:
-        measurements.repeats.append(repeat(1.0))
-        if len(order) == 2:
-            measurements.failure = "it broke"
+    def run_once(row: Row, config: Config, folder: Path) -> Row:
+        if len(said) == fails_at:
+            return replace(row, kind="failed")
+        return replace(row, kind="measured", repeats=(*row.repeats, repeat(1.0)))
 
-    monkeypatch.setattr(bench_run, "run_once", run_once)
-    run_repeats(CONFIGS, Length(3), tmp_path, order.append, lambda found: None)
-    assert [text[-1] for text in order] == ["A", "B", "C", "A", "C", "A", "C"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_run, "run_once", run_once)
+        for name, row in run_repeats(rows, CONFIGS, length, folder, Voice(progress=said.append)):
+            rows[name] = row
+    return said, rows
+
+
+def test_configurations_take_turns(tmp_path: Path) -> None:
+    said, rows = turns(Length(2), tmp_path)
+    assert said == [f"repeat {number} of 2: {name}" for number in (1, 2) for name in "ABC"]
+    assert [len(row.repeats) for row in rows.values()] == [2, 2, 2]
+
+
+def test_a_failed_configuration_is_left_out_of_later_repeats(tmp_path: Path) -> None:
+    said, rows = turns(Length(3), tmp_path, fails_at=2)
+    assert [text[-1] for text in said] == ["A", "B", "C", "A", "C", "A", "C"] and rows["B"].kind == "failed"
 
 
 def test_no_repeat_begins_that_would_exceed_the_time_limit() -> None:
@@ -72,12 +81,10 @@ def test_no_repeat_begins_that_would_exceed_the_time_limit() -> None:
 def test_outliers_are_marked_and_still_count() -> None:
     configuration = configurations_of(read_suite("quick"), SuiteOptions(5, 1))[0]
     rates = [100.0, 101.0, 99.0, 100.0, 10.0, 11.0, 12.0]
-    row = row_so_far(configuration, Measurements(make_config(), [repeat(rate) for rate in rates]))
+    row = row_of(configuration, [repeat(rate) for rate in rates])
     assert row.rate is not None and row.rate.value == 99.0, "the median of all seven"
     assert [entry.rate for entry in row.repeats] == rates
-    steady = row_so_far(
-        configuration, Measurements(make_config(), [repeat(rate) for rate in (100, 101, 99, 100, 102, 98, 10)])
-    )
+    steady = row_of(configuration, [repeat(rate) for rate in (100, 101, 99, 100, 102, 98, 10)])
     assert steady.outliers == (6,) and len(steady.repeats) == 7
 
 
@@ -86,8 +93,8 @@ def test_speedups_are_ratios_to_the_baseline_repeat_by_repeat() -> None:
     disturbance = (1.0, 0.5, 2.0, 0.9, 1.2)
     rows = with_speedups(
         [
-            row_so_far(dp, Measurements(make_config(), [repeat(100 * d) for d in disturbance])),
-            row_so_far(stale, Measurements(make_config(), [repeat(130 * d) for d in disturbance])),
+            row_of(dp, [repeat(100 * d) for d in disturbance]),
+            row_of(stale, [repeat(130 * d) for d in disturbance]),
         ]
     )
     assert rows[0].is_baseline and rows[0].speedup is not None and rows[0].speedup.value == 1.0
@@ -98,7 +105,7 @@ def test_speedups_are_ratios_to_the_baseline_repeat_by_repeat() -> None:
 def test_memory_is_the_maximum_over_all_repeats() -> None:
     configuration = configurations_of(read_suite("quick"), SuiteOptions(2, 1))[0]
     repeats = [Repeat(1.0, 0, True, (), None, "r", memory=memory) for memory in ((5, 9), (7, 3))]
-    assert row_so_far(configuration, Measurements(make_config(), repeats)).memory == (7, 9)
+    assert row_of(configuration, repeats).memory == (7, 9)
 
 
 def test_a_bench_leaves_four_files(folder: Path) -> None:
@@ -194,11 +201,11 @@ def test_an_interrupted_bench_keeps_what_it_measured(
 
     run_once, taken = bench_run.run_once, []
 
-    def interrupted(measurements: Measurements, number: int, folder: Path) -> None:
+    def interrupted(row: Row, config: Config, folder: Path) -> Row:
         if len(taken) == 2:
             raise KeyboardInterrupt
-        taken.append(number)
-        run_once(measurements, number, folder)
+        taken.append(row)
+        return run_once(row, config, folder)
 
     monkeypatch.setattr(bench_run, "run_once", interrupted)
     with pytest.raises(SystemExit):

@@ -49,11 +49,6 @@ class Machines:
     def nodes(self) -> str | None:
         return None if self.link is None else f"{_NETWORK}.1,{_NETWORK}.2"
 
-    def placed(self, stages: int) -> str:
-        """The placement of one or two stages."""
-        second = "0:1" if self.link is None else "1:0"
-        return f"0:0{',' if stages == 1 else '.'}{second}"
-
 
 @contextmanager
 def two_machines(loopback: bool) -> Iterator[tuple[Machines, str]]:

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import hypot
 
-from rich.table import Table as TerminalTable
+from rich.console import Console
 
 from stagewright.bench.demo.digits import uncertainty
 from stagewright.bench.demo.run import BATCH, BATCHES, HELD_OUT, LINKS, LR, MODEL, OPTIMIZER, Demo, Measured
-from stagewright.bench.statistics import Interval
+from stagewright.bench.pages import format_span
 from stagewright.cluster.catalog import shipped
 from stagewright.hardware.environment import read_environment
 from stagewright.metrics import Timeline
-from stagewright.plan.plan import Plan
+from stagewright.report.columns import Column, page_table
 from stagewright.report.figures import waiting
-from stagewright.report.live.terminal import plain_table
+from stagewright.report.live.terminal import print_table
 from stagewright.report.page import (
     Bar,
     Bars,
@@ -38,16 +38,12 @@ from stagewright.report.words import format_share
 _MB = 1e6
 _SHOWN = 2.0  # seconds of a timeline: a few steps of each side
 _BUSY = 0.2  # cores of other programs from which the page says so
-_COLUMNS = ("side", "images/s", "95 %", "predicted", "accuracy", "MB/step")
 
 
 def name_of(side: Measured) -> str:
     plan = side.prediction.plan
-    return "stock DDP" if len(plan.stages) == 1 else f"{_shape(plan)} stages, {plan.mode}"
-
-
-def _shape(plan: Plan) -> str:
-    return "+".join(str(stage.replicas) for stage in plan.stages)
+    sizes = "+".join(str(stage.replicas) for stage in plan.stages)
+    return "stock DDP" if len(plan.stages) == 1 else f"{sizes} stages, {plan.mode}"
 
 
 def sentences(demo: Demo) -> tuple[str, str, str]:
@@ -58,7 +54,9 @@ def sentences(demo: Demo) -> tuple[str, str, str]:
 def _speed(demo: Demo) -> str:
     ours, theirs, ratio = demo.ours, demo.theirs, demo.ratio
     figures = f"{ours.rate.value:,.0f} against {theirs.rate.value:,.0f} images/s"
-    turns = f"interval {_range(ratio, 2)} over {demo.length.turns} turns of each, predicted {demo.predicted_ratio:.2f}"
+    turns = (
+        f"interval {format_span(ratio, 2)} over {demo.length.turns} turns of each, predicted {demo.predicted_ratio:.2f}"
+    )
     if demo.wins:
         return f"Two stages train {ratio.value:.2f} times as fast as stock DDP: {figures} ({turns})."
     kind = "significant speedup" if ratio.value > 1 else "speedup"
@@ -68,7 +66,7 @@ def _speed(demo: Demo) -> str:
 def _reason(demo: Demo) -> str:
     (cut,) = demo.ours.prediction.plan.cuts
     over = "over the link" if demo.machines.link else "between the processes"
-    ours, theirs = (format_share(1 - waiting(_shares(side))) for side in (demo.ours, demo.theirs))
+    ours, theirs = (format_share(_computing(side)) for side in (demo.ours, demo.theirs))
     return (
         f"In every step DDP sums the gradient of every weight, {_traffic(demo.theirs):,.1f} MB {over}, so its ranks "
         f"compute {theirs} of the time; the stages, cut before {cut}, send only activations and "
@@ -94,32 +92,23 @@ def _traffic(side: Measured) -> float:
     return (side.prediction.traffic if side.link_bytes is None else side.link_bytes) / _MB
 
 
-def _shares(side: Measured) -> tuple[float, ...]:
-    """The share of the last turn that each rank computes."""
-    return tuple(side.timeline.busy_shares(side.prediction.plan.world, 0.0, side.timeline.end or 1.0))
+def _computing(side: Measured) -> float:
+    """The share of the last turn that its ranks compute."""
+    return 1 - waiting(side.timeline.busy_shares(side.prediction.plan.world, 0.0, side.timeline.end or 1.0))
 
 
-def _range(interval: Interval, digits: int) -> str:
-    return f"{interval.low:,.{digits}f} - {interval.high:,.{digits}f}"
+_COLUMNS: tuple[Column[Measured], ...] = (
+    Column("side", name_of, is_text=True),
+    Column("images/s", lambda side: side.rate.value, "{:,.0f}"),
+    Column("95 %", lambda side: format_span(side.rate)),
+    Column("predicted", lambda side: side.prediction.images_per_second, "{:,.0f}"),
+    Column("accuracy", lambda side: side.accuracies[-1], "{:.1%}"),
+    Column("MB/step", lambda side: f"{_traffic(side):,.1f}{' (computed)' * (side.link_bytes is None)}"),
+)
 
 
-def _rows(demo: Demo) -> Iterator[tuple[str, ...]]:
-    for side in (demo.theirs, demo.ours):
-        yield (
-            name_of(side),
-            f"{side.rate.value:,.0f}",
-            _range(side.rate, 0),
-            f"{side.prediction.images_per_second:,.0f}",
-            f"{side.accuracies[-1]:.1%}",
-            f"{_traffic(side):,.1f}{'' if side.link_bytes is not None else ' (computed)'}",
-        )
-
-
-def terminal_table(demo: Demo) -> TerminalTable:
-    table = plain_table(*_COLUMNS, left=("side",))
-    for row in _rows(demo):
-        table.add_row(*row)
-    return table
+def show_table(console: Console, demo: Demo) -> None:
+    print_table(console, _COLUMNS, (demo.theirs, demo.ours))
 
 
 def warnings(demo: Demo) -> Iterator[str]:
@@ -142,22 +131,14 @@ def _tiles(demo: Demo) -> Tiles:
     """The figures of the stages, each beside that of DDP."""
     ours, theirs, ratio = demo.ours, demo.theirs, demo.ratio
     predicted = f"predicted {ours.prediction.images_per_second:,.0f}"
-    idle = [format_share(waiting(_shares(side))) for side in (ours, theirs)]
+    idle = [format_share(1 - _computing(side)) for side in (ours, theirs)]
+    against = f"{format_span(ratio, 2)}, predicted {demo.predicted_ratio:.2f}"
+    held_out = f"on {HELD_OUT:,} held-out images; DDP {theirs.accuracies[-1]:.1%}"
     return Tiles(
         (
-            Tile(
-                "Against DDP",
-                f"{ratio.value:.2f}",
-                "times",
-                f"{_range(ratio, 2)}, predicted {demo.predicted_ratio:.2f}",
-            ),
+            Tile("Against DDP", f"{ratio.value:.2f}", "times", against),
             Tile("Throughput", f"{ours.rate.value:,.0f}", "images/s", f"{predicted}; DDP {theirs.rate.value:,.0f}"),
-            Tile(
-                "Accuracy",
-                f"{ours.accuracies[-1]:.1%}",
-                "",
-                f"on {HELD_OUT:,} held-out images; DDP {theirs.accuracies[-1]:.1%}",
-            ),
+            Tile("Accuracy", f"{ours.accuracies[-1]:.1%}", "", held_out),
             Tile("Sent per step", f"{_traffic(ours):,.1f}", "MB", f"by both ranks; DDP {_traffic(theirs):,.1f}"),
             Tile("Waiting", idle[0], "", f"of the ranks' time; DDP {idle[1]}"),
         )
@@ -174,14 +155,11 @@ def _blocks(demo: Demo) -> Iterator[Block]:
         bars.append(Bar(name_of(side), rate.value, rate.low, rate.high, colour=colour))
         bars.append(Bar(name_of(side), predicted, is_predicted=True, colour=colour))
     yield Bars("Throughput", "images/s", tuple(bars))
-    yield Table(
-        "Result",
-        (*_COLUMNS[:-1], "MB per step"),
-        tuple(_rows(demo)),
-        f"Median of {demo.length.turns} turns with its 95 % interval; "
-        f"accuracy on {HELD_OUT:,} held-out images; MB over the link in both directions together.",
-        colours=(1, 0),
+    note = (
+        f"Median of {demo.length.turns} turns with its 95 % interval; accuracy on {HELD_OUT:,} held-out images; MB "
+        "over the link in both directions together."
     )
+    yield page_table("Result", _COLUMNS, reversed(sides), note=note, colours=(1, 0))
     seconds = min(_SHOWN, *(side.timeline.end for side in sides))
     for colour, side in enumerate(sides):
         ranks = tuple(f"rank {rank}" for rank in range(side.prediction.plan.world))
@@ -189,15 +167,11 @@ def _blocks(demo: Demo) -> Iterator[Block]:
         shown = _until(side.timeline, seconds)
         title = f"Timeline: {name_of(side)}"
         yield Pipeline(title, shown, ranks, note=note, colour=colour, is_shown_whole=True)
-    curves = tuple(
-        Curve(
-            name_of(side),
-            tuple(Point(x, 100 * y) for x, y in zip(side.seconds, side.accuracies, strict=True)),
-            Look.POINTS,
-        )
-        for side in sides
-    )
-    yield Curves("Accuracy over time", "seconds of training", f"% of {HELD_OUT:,} held-out images", curves)
+    curves = []
+    for side in sides:
+        points = zip(side.seconds, side.accuracies, strict=True)
+        curves.append(Curve(name_of(side), tuple(Point(x, 100 * y) for x, y in points), Look.POINTS))
+    yield Curves("Accuracy over time", "seconds of training", f"% of {HELD_OUT:,} held-out images", tuple(curves))
     if demo.sweep:
         yield _sweep(demo)
     yield _setup(demo)

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -45,8 +45,8 @@ from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Profile
 from stagewright.run.prepare import prepare
 from stagewright.run.profile import measure_profile
+from stagewright.voice import SILENT, Voice
 
-Progress = Callable[[str], None]
 MODEL, BATCH, OPTIMIZER, LR = "vgg-small", 64, "adamw", 0.001
 HELD_OUT = 1000  # images that nobody trains on
 _SCRATCH = "stagewright-demo-"  # then the number of the process
@@ -88,6 +88,16 @@ class Measured:
     def rate(self) -> Interval:
         return median_interval(self.rates)
 
+    def describe(self) -> dict[str, Any]:
+        return {
+            "plan": self.prediction.plan.describe(),
+            "predicted": self.prediction.images_per_second,
+            "images_per_second": self.rates,
+            "seconds": self.seconds,
+            "accuracies": self.accuracies,
+            "link_bytes_per_step": self.link_bytes,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Demo:
@@ -118,48 +128,36 @@ class Demo:
 
     def describe(self) -> dict[str, Any]:
         """Everything that was measured, as demo.json has it."""
-        sides = {
-            side.name: {
-                "plan": side.prediction.plan.describe(),
-                "predicted": side.prediction.images_per_second,
-                "images_per_second": list(side.rates),
-                "seconds": list(side.seconds),
-                "accuracies": list(side.accuracies),
-                "link_bytes_per_step": side.link_bytes,
-            }
-            for side in (self.ours, self.theirs)
-        }
+        sides = {side.name: side.describe() for side in (self.ours, self.theirs)}
         ratio = self.ratio
         figures = {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "predicted": self.predicted_ratio}
         return {"machines": self.machines.title, "images": self.images, **figures, "sides": sides}
 
 
-def run_demo(progress: Progress, length: Length | None = None, *, loopback: bool = False) -> Demo:
+def run_demo(voice: Voice = SILENT, length: Length | None = None, *, loopback: bool = False) -> Demo:
     """Train both sides in turns; `loopback`: without network namespaces."""
     length = length or Length()
     with two_machines(loopback) as (machines, why), scratch_folder() as folder:
-        progress(machines.title + (f" ({why})" if why else ""))
-        profile = take_profile(progress)
+        voice.progress(machines.title + (f" ({why})" if why else ""))
+        profile = take_profile(voice)
         setting = setting_on(profile, machines.link)
         theirs = predict(_data_parallel(setting, BATCH), setting)
         ours = best_stages(setting, BATCH)
-        if (
-            ours.images_per_second < _CLEAR * theirs.images_per_second
-        ):  # a fast link: without lag there is little to gain
+        if ours.images_per_second < _CLEAR * theirs.images_per_second:  # a fast link: little to gain without lag
             ours = best_stages(setting, BATCH, Mode.STALE)
         rates = f"DDP {theirs.images_per_second:,.0f}, {ours.plan.shape} stages {ours.images_per_second:,.0f}"
-        progress(f"predicted images/s: {rates}; {length.total} steps of {BATCH} images each")
+        voice.progress(f"predicted images/s: {rates}; {length.total} steps of {BATCH} images each")
         sweep = predicted_ratios(profile, ours.plan.mode)
-        found = _train(machines, {"DDP": theirs, "stages": ours}, length, folder, progress)
+        found = _train(machines, {"DDP": theirs, "stages": ours}, length, folder, voice)
     return Demo(machines, why, length, found["stages"], found["DDP"], sweep)
 
 
 # --- Predict ----------------------------------------------------------------------------------------------------------
 
 
-def take_profile(progress: Progress) -> Profile:
+def take_profile(voice: Voice) -> Profile:
     """How long the model's units take on this machine with both cores at work, and the link between processes."""
-    progress(f"profiling {MODEL}: two processes at once, one thread each")
+    voice.progress(f"profiling {MODEL}: two processes at once, one thread each")
     options = SimpleNamespace(
         model=MODEL,
         together=_RANKS,
@@ -214,13 +212,10 @@ def simulated_win() -> str:
     """A case that would win, in one line, for a machine that can't show one."""
     model, cluster, batch = "vgg16", "titan-v-8", 224
     best = choose(make_setting(trace_model(model).shapes, shipped().cluster(cluster), "fp32"), batch).best
-    shape, command = (
-        f"{best.plan.mode} {best.plan.shape}",
-        f"stagewright plan {model} --cluster {cluster} --batch {batch}",
-    )
     return (
-        f"By simulation, not measured here: {model} on {cluster} as {shape} has {best.speedup:.2f} times the speed of "
-        f"data parallel ({command})."
+        f"By simulation, not measured here: {model} on {cluster} as {best.plan.mode} {best.plan.shape} has "
+        f"{best.speedup:.2f} times the speed of data parallel (stagewright plan {model} --cluster {cluster} "
+        f"--batch {batch})."
     )
 
 
@@ -239,13 +234,13 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _train(
-    machines: Machines, predictions: dict[str, Prediction], length: Length, folder: Path, progress: Progress
+    machines: Machines, predictions: dict[str, Prediction], length: Length, folder: Path, voice: Voice
 ) -> dict[str, Measured]:
     """Train both sides in turns; after each turn the weights of a side are evaluated."""
     images, labels = draw_digits(_TRAINING, seed=0)
     save_file({"images": images, "labels": labels}, folder / "data.safetensors")
     held_out = draw_digits(HELD_OUT, seed=1)
-    progress("starting two ranks of each side")
+    voice.progress("starting two ranks of each side")
     with ExitStack() as stack:
         sides: dict[str, Ranks] = {}
         for name, one in predictions.items():
@@ -259,7 +254,7 @@ def _train(
             for name, ranks in sides.items():
                 turns[name].append(_take_turn(ranks, machines, length.steps, folder / name, held_out))
             words = ", ".join(f"{name} {taken[-1]}" for name, taken in turns.items())
-            progress(f"turn {number} of {length.turns}: {words}")
+            voice.progress(f"turn {number} of {length.turns}: {words}")
     return {name: _measured(name, one, turns[name], folder / name, machines) for name, one in predictions.items()}
 
 
@@ -293,44 +288,26 @@ def _measured(name: str, prediction: Prediction, turns: Sequence[Turn], folder: 
         seconds=tuple(accumulate(turn.segment.seconds for turn in turns)),
         accuracies=tuple(turn.accuracy for turn in turns),
         link_bytes=None if machines.link is None else fmean(turn.link_bytes for turn in turns),
-        timeline=_last_turn(_read_spans(folder), turns[-1].segment.seconds),
+        timeline=_last_turn(folder, turns[-1].segment.seconds),
         others=fmean(turn.segment.others for turn in turns),
     )
 
 
 def _save_job(name: str, plan: Plan, machines: Machines, steps: int, folder: Path) -> Path:
-    staged = {
-        "cut": ",".join(plan.cuts),
-        **({"versions": ",".join(str(stage.versions) for stage in plan.stages)} if plan.mode is Mode.STALE else {}),
-        "depths": ",".join(str(stage.depth) for stage in plan.stages),
+    """Write a side's job for its ranks; their folder is made by them."""
+    planned, saved = folder / f"{name}-plan.json", folder / f"{name}.json"
+    planned.write_text(json.dumps(plan.describe()))
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"name": MODEL},
+        "data": {"source": f"tensors:{folder / 'data.safetensors'}", "shuffle": False},
+        "plan": {"file": str(planned)},
+        "optimizer": {"name": OPTIMIZER, "lr": LR},
+        "schedule": {"kind": "cosine"},
+        "run": {"threads": 1, "device": "cpu", "precision": "fp32", "steps": steps, "runs": str(folder / "runs")},
+        "nodes": {} if machines.nodes is None else {"list": machines.nodes, "index": 0},
     }
-    job = prepare(
-        make_config(
-            {
-                "model": {"name": MODEL},
-                "data": {"source": f"tensors:{folder / 'data.safetensors'}", "shuffle": False},
-                "plan": {
-                    "placement": machines.placed(len(plan.stages)),
-                    "mode": str(plan.mode),
-                    "batch": BATCH,
-                    "microbatches": plan.microbatches,
-                    **(staged if len(plan.stages) > 1 else {}),
-                },
-                "optimizer": {"name": OPTIMIZER, "lr": LR},
-                "schedule": {"kind": "cosine"},
-                "run": {
-                    "threads": 1,
-                    "device": "cpu",
-                    "precision": "fp32",
-                    "steps": steps,
-                    "runs": str(folder / "runs"),
-                },
-                **({} if machines.nodes is None else {"nodes": {"list": machines.nodes, "index": 0}}),
-            }
-        )
-    ).job
-    job.save(folder / f"{name}.json")
-    return folder / f"{name}.json"
+    prepare(make_config(tables)).job.save(saved)
+    return saved
 
 
 def _accuracy(folder: Path, held_out: tuple[Tensor, Tensor]) -> float:
@@ -346,11 +323,8 @@ def _accuracy(folder: Path, held_out: tuple[Tensor, Tensor]) -> float:
         return float((model(images).argmax(1) == labels).float().mean())
 
 
-def _read_spans(folder: Path) -> Sequence[Span]:
-    return [Span(**entry) for path in sorted(folder.glob("*.json")) for entry in json.loads(path.read_text())]
-
-
-def _last_turn(spans: Sequence[Span], seconds: float) -> Timeline:
-    """The spans of the last turn, from its start."""
+def _last_turn(folder: Path, seconds: float) -> Timeline:
+    """The spans that the ranks wrote of the last turn, from its start."""
+    spans = [Span(**entry) for path in sorted(folder.glob("*.json")) for entry in json.loads(path.read_text())]
     start = max((span.end for span in spans), default=0.0) - seconds
     return Timeline(tuple(replace(s, start=s.start - start, end=s.end - start) for s in spans if s.start >= start))
