@@ -131,33 +131,26 @@ def probe(
     to `measure`, gradients come from everything that the model returns. `watches_inputs`: find out whether the inputs
     are only cast.
     """
-    modules = [piece.training if training else piece.evaluation for piece in pieces]
+    study = partial(_run, pieces, given, context, measure, training=training, watches=watches_inputs)
     roots = [root for piece in pieces for root in (piece.training, piece.evaluation)]  # a buffer is replaced in both
-    modes = {module: module.training for root in modules for module in root.modules()}
-    try:
+    with analysing(), unchanged_state(roots), torch.set_grad_enabled(training):
         for piece in pieces:
             piece.train(training)
-        with analysing(), unchanged_state(roots), torch.set_grad_enabled(training):
-            try:
-                with fake_tensors(device) as make:
-                    found = _run(pieces, given, context, measure, make, training=training, watches=watches_inputs)
-            except NEEDS_VALUES:
-                make = partial(copied, device=device)
-                found = _run(pieces, given, context, measure, make, training=training, watches=watches_inputs)
-                is_conditional = True
-            return _for_any_path(found, modules) if is_conditional and training else found
-    finally:
-        for module, mode_before in modes.items():
-            module.training = mode_before
+        try:
+            with fake_tensors(device) as make:
+                found = study(make)
+        except NEEDS_VALUES:
+            found, is_conditional = study(partial(copied, device=device)), True
+    return _for_any_path(found, pieces) if is_conditional and training else found
 
 
-def _for_any_path(found: Probe, modules: Sequence[nn.Module]) -> Probe:
+def _for_any_path(found: Probe, pieces: Sequence[Piece]) -> Probe:
     """What may be reached, and may need a gradient, whichever path a sample takes."""
     cuts = tuple(
         tuple(replace(value, requires_grad=value.requires_grad or _may_need_gradient(value)) for value in values)
         for values in found.cuts
     )
-    named = itertools.chain(*(module.named_parameters(remove_duplicate=False) for module in modules))
+    named = itertools.chain(*(piece.training.named_parameters(remove_duplicate=False) for piece in pieces))
     return replace(found, reached=frozenset(name for name, parameter in named if parameter.requires_grad), cuts=cuts)
 
 

@@ -136,8 +136,8 @@ def analysing() -> Iterator[None]:
 def unchanged_state(roots: Sequence[nn.Module]) -> Iterator[None]:
     """Restore modes, buffers and Python attributes of all modules at the end of the context, whatever runs within."""
     modules = {id(module): module for root in roots for module in root.modules()}.values()
-    plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-    tables = [(module, _plain_state(module)) for module in plain]
+    modes = [(module, module.training) for module in modules]
+    tables = [(module, _plain_state(module)) for module in modules if not isinstance(module, torch.jit.ScriptModule)]
     buffers = [(module, dict(module.named_buffers(recurse=False))) for module in modules]
     values = {
         id(tensor): (tensor, tensor.detach().clone())
@@ -148,6 +148,8 @@ def unchanged_state(roots: Sequence[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
+        for module, is_training in modes:
+            module.training = is_training
         for module, before in tables:
             for name in set(_plain_state(module)) - set(before):
                 object.__delattr__(module, name)
