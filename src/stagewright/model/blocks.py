@@ -15,21 +15,19 @@ stage that uses it has it. A buffer that two stages change is refused.
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from stagewright.errors import UserError
 from stagewright.model.call import Inputs, call
 from stagewright.model.pieces import Piece, modes_of, steps
-from stagewright.model.standin import Build, analysing, copied, stand_ins, unchanged_state
+from stagewright.model.standin import Build, analysing, copied, kept_generators, stand_ins, unchanged_state
 from stagewright.torch_internals import (
     TreeSpec,
     buffers_in,
@@ -267,9 +265,7 @@ def _hide(
 
 def _restorer(model: nn.Module) -> Callable[[], None]:
     """What puts generators and buffers back to what they are now."""
-    python, numbers = random.getstate(), np.random.get_state()
-    state = torch.get_rng_state()
-    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    restore_generators = kept_generators()
     buffers = [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()
@@ -277,11 +273,7 @@ def _restorer(model: nn.Module) -> Callable[[], None]:
     ]
 
     def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numbers)
-        torch.set_rng_state(state)
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu)
+        restore_generators()
         with torch.no_grad():
             for module, name, buffer, before in buffers:
                 buffers_in(module)[name] = buffer

@@ -131,11 +131,7 @@ class Recorder(TorchFunctionMode):
             self._bind(tensor, graph.placeholder(name))
         kind = example.tensors[0].device.type
         self._device = kind if kind != "meta" else "cpu"
-        with (
-            torch.set_grad_enabled(training),
-            context(),
-            calls_intercepted(self._module, self._function),
-        ):
+        with torch.set_grad_enabled(training), context(), calls_intercepted(self._module, self._function):
             self._ambient = Context.now(self._device)
             self._is_training = training
             self._state = _random_states()
@@ -440,7 +436,7 @@ def _called(node: fx.Node) -> str:
 
 
 def _attribute_name(getter: Any) -> str:
-    """The name of the attribute that a getter of a tensor's gets."""
+    """Of `Tensor.grad.__get__`: grad."""
     return str(getter.__self__.__name__)
 
 

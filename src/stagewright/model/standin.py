@@ -111,17 +111,29 @@ def _like(made: Tensor, tensor: Tensor) -> Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
+def kept_generators() -> Callable[[], None]:
+    """What puts torch's, Python's and numpy's generators back to what they are now."""
+    python, numbers, state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numbers)
+        torch.set_rng_state(state)
+        if on_gpus:
+            torch.cuda.set_rng_state_all(on_gpus)
+
+    return restore
+
+
 @contextmanager
 def untouched_generators() -> Iterator[None]:
     """Restore the state of torch's, Python's and numpy's generators at the end of the context."""
-    python, numbers = random.getstate(), np.random.get_state()
-    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(gpus):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numbers)
+    restore = kept_generators()
+    try:
+        yield
+    finally:
+        restore()
 
 
 @contextmanager
