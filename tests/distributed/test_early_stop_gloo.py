@@ -30,7 +30,7 @@ def test_ranks_stop_early_together_and_count_on_after_a_resume(pool: Pool, tmp_p
         for event in run.events:
             ledger.handle(event)
     best = int(find_best(Path(job.folder)).name)
-    assert 2 < best + 2 == stop_of(run) < CASE.steps and ledger.collector.stopped_early
+    assert 2 < best + 2 == stop_of(run) < CASE.steps and ledger.stopped_early
     emulated = emulate_job(keeping(make_job(CASE, tmp_path, early_stop=1), **OPTIONS))
     assert stop_of(emulated) == stop_of(run) and same_bits(emulated.weights, run.weights)
     again = pool.run(resumed(job, saved_at(job, best)))

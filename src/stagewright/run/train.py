@@ -52,7 +52,7 @@ from stagewright.runtime.process.children import SpareRanks
 from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.external import ExternalGroup, find_rank
 from stagewright.runtime.process.launch import launch
-from stagewright.runtime.process.log import Collector, Ledger
+from stagewright.runtime.process.log import Ledger
 from stagewright.runtime.process.object_pipe import given_names
 from stagewright.runtime.process.rank import state_file
 from stagewright.runtime.process.signals import stop_on_signal
@@ -273,31 +273,33 @@ def hosted(
         with (
             RunConsole(console, steps, job.plan.batch, every, data, unit, progress, world) as shown,
             tracked(job.config, folder, shown.warn, unit) as track,
-            Ledger(job, fan_out(track, shown.show, callbacks), shown.warn, lambda: callbacks.is_stopping) as ledger,
+            Ledger(
+                job, fan_out(track, shown.show, callbacks), Voice(shown.warn), lambda: callbacks.is_stopping
+            ) as ledger,
             monitored(job, track, shown.warn) as monitor,
-            _advised(job, ledger.collector),
+            _advised(job, ledger),
         ):
             host = Host(ledger, shown.say)
             yield host
-        if ledger.collector.stopped_at is not None:
-            host.exported = _stopped(job, ledger.collector.stopped_at, callbacks)
+        if ledger.stopped_at is not None:
+            host.exported = _stopped(job, ledger.stopped_at, callbacks)
         if callbacks.error is not None:
             raise callbacks.error
         if not (folder / PLAN_FILE).exists():
             folder.mkdir(0o700, parents=True, exist_ok=True)
             write_start(job, [f"{folder} was deleted while the run trained; what was in it is lost"])
-        collector, took = ledger.collector, {"seconds": time.monotonic() - began, "use": usage_totals(monitor)}
-        (folder / "trace.json").write_text(json.dumps(collector.timeline.chrome_trace()))
-        summary = _summary(made, collector, host.exported) | took
+        took = {"seconds": time.monotonic() - began, "use": usage_totals(monitor)}
+        (folder / "trace.json").write_text(json.dumps(ledger.timeline.chrome_trace()))
+        summary = _summary(made, ledger, host.exported) | took
         (folder / "summary.json").write_text(json.dumps(summary, indent=1))
-        own = tuple(collector.steps), tuple(collector.evaluations)
+        own = tuple(ledger.steps.done), tuple(ledger.scores.done)
         host.result = Result(folder, job.plan, *own, summary, host.exported)
     finally:
         _write_report(job, voice)
 
 
 @contextmanager
-def _advised(job: Job, collector: Collector) -> Iterator[None]:
+def _advised(job: Job, ledger: Ledger) -> Iterator[None]:
     """Add to the error of a run what would help, and how to resume it."""
     try:
         yield
@@ -305,7 +307,7 @@ def _advised(job: Job, collector: Collector) -> Iterator[None]:
         raise Interrupted(error.when, _how_to_resume(job)) from None
     except RunFailed as error:
         words = [str(error)]
-        if (short := collector.shortage) is not None:
+        if (short := ledger.shortage) is not None:
             words.append(memory_advice(job.config, job.plan, short.rank, short.room, job.training.form))
         raise RunFailed("; ".join(filter(None, (*words, _how_to_resume(job))))) from error
 
@@ -323,29 +325,29 @@ def _stopped(job: Job, batch: int, callbacks: Callbacks) -> Path | None:
     return export_checkpoint(newest, Path(job.export))
 
 
-def _summary(made: Prepared, collector: Collector, exported: Path | None) -> dict[str, Any]:
+def _summary(made: Prepared, ledger: Ledger, exported: Path | None) -> dict[str, Any]:
     """What a run came to, as summary.json has it; speeds are in samples, whatever the unit."""
-    job, speed, last = made.job, collector.speed(), collector.steps[-1] if collector.steps else None
+    job, speed, last = made.job, ledger.steps.speed(), steps[-1] if (steps := ledger.steps.done) else None
     return {
         "folder": job.folder,
         "machine": 0,
         "model": job.config.model.name,
         "plan": job.plan.describe(),
-        "batches": len(collector.steps),
+        "batches": len(steps),
         "images_per_second": speed and speed.rate,
         "steady_steps": speed.steps if speed else 0,  # that the speed counts
         "predicted_images_per_second": made.prediction and made.prediction.images_per_second,
         "unit": job.unit,
         "per_sample": job.per_sample,
         "loss": last and last.loss,
-        "diverged": _divergence(collector.steps, job.config.optimizer.lr),
+        "diverged": _divergence(steps, job.config.optimizer.lr),
         "loss_scale": last and last.loss_scale,
-        "skipped_updates": collector.skipped,  # by stage
-        "bad_records": len(collector.replaced),
-        "best": _best(Path(job.folder), collector.best),
-        "stopped_early": collector.stopped_early,
-        "evaluations": [asdict(evaluated) for evaluated in collector.evaluations],
-        "evaluated_on": evaluated_on(as_tables(job.config)) if collector.evaluations else None,
+        "skipped_updates": ledger.skipped,  # by stage
+        "bad_records": len(ledger.replaced),
+        "best": _best(Path(job.folder), ledger.scores.best),
+        "stopped_early": ledger.stopped_early,
+        "evaluations": [asdict(evaluated) for evaluated in ledger.scores.done],
+        "evaluated_on": evaluated_on(as_tables(job.config)) if ledger.scores.done else None,
         "exported": exported and str(exported),
     }
 
@@ -417,7 +419,7 @@ def _execute(made: Prepared, host: Host, site: Site | ExternalGroup | None, aske
                 emulation.run()
             return None if emulation.is_stopped else _export(job, list(emulation.states().values()))
     launch(job, ledger, NewestCheckpoint(job), site, host.say, asked.script, asked.spare)
-    if not job.export or ledger.collector.stopped_at is not None:
+    if not job.export or ledger.stopped_at is not None:
         return None
     files = [state_file(Path(job.folder), stage.index) for stage in job.plan.stages]
     exported = _export(job, [load_file(file) for file in files])

@@ -1,7 +1,8 @@
 """The log of a run: what happens to the events that ranks send, on machine 0.
 
-store ─► EventReader ─► Ledger ─┬─► Committer    makes a checkpoint once every rank has saved its share, in a thread
-                                └─► Collector    puts steps together from microbatches, evaluations from replicas
+store ─► EventReader ─► Ledger ─┬─► Committer        makes a checkpoint once every rank has saved its share, in a thread
+                                ├─► Calls            compares what the ranks of a script ask for
+                                └─► Steps, Scores    put steps together from microbatches, evaluations from replicas
                                         └─► Journal (metrics.jsonl, one record per line) and the screen"""
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +34,7 @@ from stagewright.events import (
     Restarted,
     Resumed,
     Saved,
+    Score,
     Scored,
     ShareSaved,
     Shortage,
@@ -48,8 +51,11 @@ from stagewright.runtime.checkpoint.commit import Committer, set_aside_after
 from stagewright.runtime.checkpoint.folder import clear, open_checkpoint
 from stagewright.runtime.job import NEVER, Job
 from stagewright.runtime.process.rank import EVENTS, SETTLED, clock_name
+from stagewright.voice import SILENT, Voice
 
 _POLL_SECONDS = 0.02
+Write = Callable[[Record], None]
+_Loss = tuple[float, float, float | None, float | None]  # total, count, loss scale, and the rate that a script has set
 
 
 class EventHandler:
@@ -193,93 +199,118 @@ def _is_before(record: Record, batch: int) -> bool:
     return record.batch < batch if isinstance(record, Step) else record.batch <= batch
 
 
-class Collector:
-    """Takes the ranks' events in any order and passes on steps and evaluations in the order of batches."""
+class Steps:
+    """Puts the losses of microbatches together to steps, in the order of batches."""
 
-    def __init__(
-        self,
-        job: Job,
-        write: Callable[[Record], None],
-        before: Iterable[Record] = (),
-        warn: Callable[[str], None] = lambda warning: None,
-        best: Best | None = None,
-    ) -> None:
-        before = tuple(before)
-        self._best = best  # evaluation before this job, where evaluations are compared
-        self._warn = warn
+    def __init__(self, job: Job, write: Write, voice: Voice, before: Sequence[Record]) -> None:
+        self.done = [record for record in before if isinstance(record, Step)]
+        self.starts = {job.start} - {0}  # batches that a resume or a restart began with
+        self.pauses: set[int] = set()  # batches before which there was an evaluation
         self._job = job
         self._per_epoch = job.order.batches
         self._write = write
-        self._losses: dict[int, dict[int, tuple[float, float]]] = {}
+        self._voice = voice
         self._has_warned = False  # of a batch without targets
-        self._scores: dict[int, dict[int, Scored]] = {}
-        self._calls: dict[int, tuple[Called, set[int]]] = {}  # of a script: the first of a number, and who made it
-        self._ready: set[int] = set()
-        self._offsets: dict[int, float] = {}  # seconds from the clock of a rank of another machine to ours
-        self._recent = RecentRate()
-        self._spans: list[Span] = []
-        self._next = job.start  # the batch of the next step
-        self._starts = {job.start} - {0}  # batches that a resume or a restart began with
-        self.steps = [record for record in before if isinstance(record, Step)]
-        self.evaluations = [record for record in before if isinstance(record, Evaluated)]
-        self.replaced = {record for record in before if isinstance(record, Replaced)}
-        self.skipped = [0] * len(job.plan.stages)  # updates that overflowed, by stage
-        self._scales: dict[int, float] = {}
-        self._rates: dict[int, float] = {}  # that a script has set
-        self.stopped_at: int | None = None
-        self.shortage: Shortage | None = None
-        self._start_clock()
+        self._begin(job.start)
 
     def rewind(self, batch: int) -> None:
         """The ranks start again after the first `batch` batches."""
+        self.done = [step for step in self.done if step.batch < batch]
+        self.starts.add(batch)
+        self._begin(batch)
+
+    def _begin(self, batch: int) -> None:
         self._next = batch
-        self._starts.add(batch)
-        self._losses.clear()
-        self._scores.clear()
-        self._scales.clear()
-        self._rates.clear()
-        self._calls.clear()
-        self._ready.clear()
-        self._offsets.clear()
+        self._waiting: dict[int, dict[int, _Loss]] = defaultdict(dict)  # by batch and microbatch
         self._recent = RecentRate()
-        self._spans.clear()
-        self.steps = [step for step in self.steps if step.batch < batch]
-        self.evaluations = [evaluated for evaluated in self.evaluations if evaluated.batch <= batch]
+        self.start_clock()
 
-    def handle(self, event: Event) -> None:
-        """Take one rank's event."""
-        match event:
-            case Ready():
-                self._ready.add(event.rank)
-                if event.clock != clock_name():
-                    self._offsets[event.rank] = time.monotonic() - event.time
-                if len(self._ready) == self._job.plan.world:
-                    self._start_clock()
-            case BatchLosses():
-                self._add_losses(event)
-            case Scored():
-                self._add_score(event)
-            case Skipped():
-                self.skipped[event.stage] += 1
-            case Replaced():
-                if event not in self.replaced:  # however many ranks or epochs met it
-                    self.replaced.add(event)
-                    self._write(event)
-            case Called():
-                self._compare_call(event)
-            case Shortage():
-                self.shortage = event
-            case Stopped():
-                self.stopped_at = event.batch
-            case Finished():
-                offset = self._offsets.get(event.rank, 0.0)
-                self._spans += (replace(s, start=s.start + offset, end=s.end + offset) for s in event.spans)
-            case _:
-                raise TypeError(f"the collector takes no {type(event).__name__}")
+    def start_clock(self) -> None:
+        """Training starts or resumes now."""
+        self._last = time.monotonic()
+        self._began = self._last - (self.done[-1].seconds if self.done else 0.0)
 
-    def _compare_call(self, call: Called) -> None:
+    def add(self, event: BatchLosses, at: float) -> None:
+        """Take the losses of some microbatches, which were computed at this time of our clock."""
+        microbatches = self._job.plan.microbatches
+        for number, total, count in event.losses:
+            self._waiting[number // microbatches][number] = (total, count, event.scale, event.rate)
+        while len(self._waiting[self._next]) == microbatches and self._next < self._job.batches:
+            losses = self._waiting.pop(self._next)
+            self._step([losses[number] for number in sorted(losses)], at)
+            self._next += 1
+
+    def _step(self, losses: list[_Loss], at: float) -> None:
+        config, number = self._job.config, self._next
+        totals, counts, scales, rates = zip(*losses, strict=True)
+        rate = rates[-1]
+        if rate is None:
+            rate = learning_rate(config.optimizer.lr, config.schedule, number, self._job.batches)
+        at = max(at, self._last)  # replicas may report in another order than they compute
+        if number not in self.starts | self.pauses:  # else the time includes the start or the evaluation
+            self._recent.add(at - self._last)
+        self._last = at
+        speed, loss = self._recent.rate(self._job.plan.batch), self._mean(sum(totals), sum(counts))
+        step = Step(number, number // self._per_epoch, loss, rate, at - self._began, speed, scales[-1])
+        self.done.append(step)
+        self._write(step)
+
+    def _mean(self, total: float, count: float) -> float:
+        """The loss of a batch; 0 where there was nothing to count."""
+        if not count and not self._has_warned:
+            self._has_warned = True
+            self._voice.warn(f"batch {self._next} has no targets that count, so its loss and its gradient are 0")
+        return total / count if count else 0.0
+
+    def speed(self) -> SteadyRate | None:
+        """Of the batches since the run was last resumed: those of its current plan."""
+        own = [step for step in self.done if step.batch >= self._job.start]
+        return steady_rate(own, self._job.plan.batch, self.starts | self.pauses)
+
+
+class Scores:
+    """Puts the scores of replicas together to evaluations."""
+
+    def __init__(self, job: Job, write: Write, best: Best | None, before: Sequence[Record]) -> None:
+        """`best`: the best evaluation before this job, where evaluations are compared."""
+        self.done = [record for record in before if isinstance(record, Evaluated)]
+        self._job = job
+        self._write = write
+        self._best = best
+        self._waiting: dict[int, dict[int, Score]] = defaultdict(dict)  # by batch and rank
+
+    def rewind(self, batch: int) -> None:
+        self.done = [evaluated for evaluated in self.done if evaluated.batch <= batch]
+        self._waiting.clear()
+
+    def add(self, event: Scored) -> None:
+        scores, last_ranks = self._waiting[event.batch], self._job.plan.stages[-1].ranks
+        scores[event.rank] = event.score
+        if len(scores) == len(last_ranks):
+            del self._waiting[event.batch]  # a script may evaluate again at this batch, on other data
+            self.done.append(Evaluated.of(event.batch, [scores[rank] for rank in last_ranks]))
+            self._write(self.done[-1])
+
+    @property
+    def best(self) -> Best | None:
+        """The best evaluation so far, as every rank finds it."""
+        best = self._best
+        for evaluated in self.done:
+            if best is not None and evaluated.batch > self._job.start:
+                best = best.after(evaluated)
+        return best
+
+
+class Calls:
+    """Compares what the ranks of a script ask for."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._open: dict[int, tuple[Called, set[int]]] = {}  # the first of a number, and who made it
+
+    def add(self, call: Called) -> None:
         """RunFailed where a rank's script asks for something else than another's."""
-        first, ranks = self._calls.setdefault(call.number, (call, set()))
+        first, ranks = self._open.setdefault(call.number, (call, set()))
         if first.what == call.what and first.contents != call.contents:
             raise RunFailed(
                 f"{call.what} at {call.where} is given something else on rank {call.rank} than on rank {first.rank}: "
@@ -291,102 +322,8 @@ class Collector:
                 f"rank {first.rank} calls {first.what} at {first.where}; every rank must call the engine alike"
             )
         ranks.add(call.rank)
-        if len(ranks) == self._job.plan.world:
-            del self._calls[call.number]
-
-    @property
-    def timeline(self) -> Timeline:
-        """The last actions of every rank; the first of them starts at 0 s."""
-        first = min((span.start for span in self._spans), default=0.0)
-        return Timeline(tuple(replace(span, start=span.start - first, end=span.end - first) for span in self._spans))
-
-    @property
-    def best(self) -> Best | None:
-        """The best evaluation so far, as every rank finds it."""
-        best = self._best
-        for evaluated in self.evaluations:
-            if best is not None and evaluated.batch > self._job.start:
-                best = best.after(evaluated)
-        return best
-
-    @property
-    def stopped_early(self) -> str | None:
-        """One line about a run that ended before its last batch as evaluations no longer got better."""
-        best, last = self.best, self.evaluations[-1].batch if self.evaluations else 0
-        if best is None or not self._job.stops_early(best) or last >= self._job.batches or self.stopped_at is not None:
-            return None
-        return f"stopped early after step {last}: {best.stall()}"
-
-    def speed(self) -> SteadyRate | None:
-        """Of the batches since the run was last resumed: those of its current plan."""
-        own = [step for step in self.steps if step.batch >= self._job.start]
-        return steady_rate(own, self._job.plan.batch, self._starts | {found.batch for found in self.evaluations})
-
-    def _start_clock(self) -> None:
-        """Training starts or resumes now."""
-        self._last = time.monotonic()
-        self._began = self._last - (self.steps[-1].seconds if self.steps else 0.0)
-
-    def _add_losses(self, event: BatchLosses) -> None:
-        microbatches = self._job.plan.microbatches
-        at = self._local_time(event)
-        for number, total, count in event.losses:
-            self._losses.setdefault(number // microbatches, {})[number] = (total, count)
-            if event.scale is not None:
-                self._scales[number // microbatches] = event.scale
-            if event.rate is not None:
-                self._rates[number // microbatches] = event.rate
-        while len(self._losses.get(self._next, {})) == microbatches and self._next < self._job.batches:
-            ordered = [loss for _, loss in sorted(self._losses.pop(self._next).items())]
-            self._step(self._next, self._mean(self._next, ordered), at)
-            self._next += 1
-
-    def _mean(self, batch: int, losses: Sequence[tuple[float, float]]) -> float:
-        """The loss of a batch: the sum of totals over the sum of counts; 0 where there was nothing to count."""
-        total, count = sum(total for total, _ in losses), sum(count for _, count in losses)
-        if count:
-            return total / count
-        if not self._has_warned:
-            self._has_warned = True
-            self._warn(f"batch {batch} has no targets that count, so its loss and its gradient are 0")
-        return 0.0
-
-    def _local_time(self, event: BatchLosses) -> float:
-        """When a rank sent an event, by our clock.
-
-        The delay of a message makes an offset too large, never too small, so the smallest that was seen is the best.
-        """
-        if event.rank not in self._offsets:
-            return event.time
-        offset = min(self._offsets[event.rank], time.monotonic() - event.time)
-        self._offsets[event.rank] = offset
-        return event.time + offset
-
-    def _step(self, batch: int, loss: float, at: float) -> None:
-        config = self._job.config
-        rate = self._rates.pop(batch, None)
-        if rate is None:
-            rate = learning_rate(config.optimizer.lr, config.schedule, batch, self._job.batches)
-        at = max(at, self._last)  # replicas may report in another order than they compute
-        is_after_pause = batch in self._starts or (bool(self.evaluations) and self.evaluations[-1].batch == batch)
-        if not is_after_pause:  # else the time includes the start or the evaluation
-            self._recent.add(at - self._last)
-        self._last = at
-        speed = self._recent.rate(self._job.plan.batch)
-        scale = self._scales.pop(batch, None)
-        step = Step(batch, batch // self._per_epoch, loss, rate, at - self._began, speed, scale)
-        self.steps.append(step)
-        self._write(step)
-
-    def _add_score(self, event: Scored) -> None:
-        scores = self._scores.setdefault(event.batch, {})
-        scores[event.rank] = event
-        last_ranks = self._job.plan.stages[-1].ranks
-        if len(scores) == len(last_ranks):
-            del self._scores[event.batch]  # a script may evaluate again at this batch, on other data
-            evaluated = Evaluated.of(event.batch, [scores[rank].score for rank in last_ranks])
-            self.evaluations.append(evaluated)
-            self._write(evaluated)
+        if len(ranks) == self._world:
+            del self._open[call.number]
 
 
 class Ledger(EventHandler):
@@ -395,11 +332,12 @@ class Ledger(EventHandler):
     def __init__(
         self,
         job: Job,
-        show: Callable[[Record], None],
-        warn: Callable[[str], None] = lambda warning: None,
+        show: Write,
+        voice: Voice = SILENT,
         wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._wants_stop = wants_stop
+        self.wants_stop = wants_stop  # type: ignore[method-assign]
+        self._job = job
         self._folder = folder = Path(job.folder)
         clear(folder)
         set_aside_after(folder, job.start)
@@ -407,13 +345,26 @@ class Ledger(EventHandler):
         self._show = show
         self._journal = Journal(folder / "metrics.jsonl", job.start)
         self._committer = Committer(job, self._report)
+        before = self._journal.records
         manifest = None if job.resume is None else open_checkpoint(Path(job.resume)).manifest
         new = None if job.criterion is None else Best(job.criterion)
-        best = new if manifest is None else manifest.best_by(job.criterion)
-        self.collector = Collector(job, self._write, self._journal.records, warn, best)
+        self.scores = Scores(job, self._write, new if manifest is None else manifest.best_by(job.criterion), before)
+        self.steps = Steps(job, self._write, voice, before)
+        self.replaced = {record for record in before if isinstance(record, Replaced)}
+        self.skipped = [0] * len(job.plan.stages)  # updates that overflowed, by stage
+        self.stopped_at: int | None = None
+        self.shortage: Shortage | None = None
+        self._begin()
         if manifest is not None:
             plan = manifest.plan
             self._write(Resumed(job.start, str(job.resume), f"{plan.mode} {plan.shape}"))
+
+    def _begin(self) -> None:
+        """The ranks start."""
+        self._calls = Calls(self._job.plan.world)
+        self._ready: set[int] = set()
+        self._offsets: dict[int, float] = {}  # seconds from the clock of a rank of another machine to ours
+        self._spans: list[Span] = []
 
     def __enter__(self) -> Ledger:
         return self
@@ -430,28 +381,66 @@ class Ledger(EventHandler):
     def drain(self) -> None:
         self._committer.drain()
 
-    def wants_stop(self) -> bool:
-        return self._wants_stop()
-
     def handle(self, event: Event) -> None:
         if isinstance(event, Restarted):
             self.drain()  # its reports need the lock
         with self._lock:
-            match event:
-                case ShareSaved():
-                    self._committer.add(event)
-                case Restarted():
-                    self._rewind(event)
-                case _:
-                    self.collector.handle(event)
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case ShareSaved():
+                self._committer.add(event)
+            case Restarted():
+                self._rewind(event)
+            case Ready():
+                self._ready.add(event.rank)
+                if event.clock != clock_name():
+                    self._offsets[event.rank] = time.monotonic() - event.time
+                if len(self._ready) == self._job.plan.world:
+                    self.steps.start_clock()
+            case BatchLosses():
+                self.steps.add(event, self._local_time(event))
+            case Scored():
+                self.scores.add(event)
+                self.steps.pauses = {evaluated.batch for evaluated in self.scores.done}
+            case Skipped():
+                self.skipped[event.stage] += 1
+            case Replaced():
+                if event not in self.replaced:  # however many ranks or epochs met it
+                    self.replaced.add(event)
+                    self._write(event)
+            case Called():
+                self._calls.add(event)
+            case Shortage():
+                self.shortage = event
+            case Stopped():
+                self.stopped_at = event.batch
+            case Finished():
+                offset = self._offsets.get(event.rank, 0.0)
+                self._spans += (replace(s, start=s.start + offset, end=s.end + offset) for s in event.spans)
+            case _:
+                raise TypeError(f"the ledger takes no {type(event).__name__}")
+
+    def _local_time(self, event: BatchLosses) -> float:
+        """When a rank sent an event, by our clock.
+
+        The delay of a message makes an offset too large, never too small, so the smallest that was seen is the best.
+        """
+        if event.rank not in self._offsets:
+            return event.time
+        offset = min(self._offsets[event.rank], time.monotonic() - event.time)
+        self._offsets[event.rank] = offset
+        return event.time + offset
 
     def _rewind(self, restarted: Restarted) -> None:
         """The ranks have ended and start again."""
         self._committer.discard()
         clear(self._folder)
         set_aside_after(self._folder, restarted.batch)
-        self._journal.rewind(restarted.batch)
-        self.collector.rewind(restarted.batch)
+        for part in (self._journal, self.steps, self.scores):
+            part.rewind(restarted.batch)
+        self._begin()
         self._write(restarted)
 
     def _report(self, record: Saved | Unsaved) -> None:
@@ -465,3 +454,17 @@ class Ledger(EventHandler):
             self._show(record)
         except OSError:  # the screen is gone; the run continues
             self._show = lambda record: None
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last actions of every rank; the first of them starts at 0 s."""
+        first = min((span.start for span in self._spans), default=0.0)
+        return Timeline(tuple(replace(span, start=span.start - first, end=span.end - first) for span in self._spans))
+
+    @property
+    def stopped_early(self) -> str | None:
+        """One line about a run that ended before its last batch as evaluations no longer got better."""
+        best, last = self.scores.best, self.scores.done[-1].batch if self.scores.done else 0
+        if best is None or not self._job.stops_early(best) or last >= self._job.batches or self.stopped_at is not None:
+            return None
+        return f"stopped early after step {last}: {best.stall()}"

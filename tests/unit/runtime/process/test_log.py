@@ -16,6 +16,7 @@ from stagewright.events import BatchLosses, DecodeError, Event, Finished, Ready,
 from stagewright.metrics import Span, SteadyRate
 from stagewright.runtime.process.log import EventHandler, EventReader, Journal, Ledger, Record
 from stagewright.runtime.process.rank import EVENTS, clock_name
+from stagewright.voice import Voice
 from tests.parity import Case, make_job
 
 
@@ -34,12 +35,12 @@ def test_records_continue_when_the_screen_is_gone(tmp_path: Path) -> None:
 def test_the_loss_of_a_batch_is_its_totals_over_its_counts(tmp_path: Path) -> None:
     job = make_job(Case(microbatches=2, steps=4), tmp_path)
     warnings: list[str] = []
-    with Ledger(job, lambda record: None, warnings.append) as ledger:
+    with Ledger(job, lambda record: None, Voice(warnings.append)) as ledger:
         for losses in [(6.0, 4.0), (0.0, 0.0)], [(0.5, 1.0), (0.25, 1.0)], [(0.0, 0.0)] * 2, [(0.0, 0.0)] * 2:
-            first = 2 * len(ledger.collector.steps)
+            first = 2 * len(ledger.steps.done)
             for number, (total, count) in enumerate(losses, first):
                 ledger.handle(BatchLosses(0, ((number, total, count),), time.monotonic()))
-        assert [step.loss for step in ledger.collector.steps] == [1.5, 0.375, 0.0, 0.0]
+        assert [step.loss for step in ledger.steps.done] == [1.5, 0.375, 0.0, 0.0]
     assert len(warnings) == 1 and "batch 2 has no targets" in warnings[0]
 
 
@@ -51,7 +52,7 @@ def test_a_restart_drops_the_records_after_its_checkpoint(tmp_path: Path) -> Non
         ledger.handle(Restarted(2, "a test"))
         for batch in range(2, 5):
             ledger.handle(BatchLosses(0, ((batch, 10.0 + batch, 1.0),), time.monotonic()))
-        assert [step.loss for step in ledger.collector.steps] == [0.0, 1.0, 12.0, 13.0, 14.0]
+        assert [step.loss for step in ledger.steps.done] == [0.0, 1.0, 12.0, 13.0, 14.0]
     records = Journal(Path(job.folder) / "metrics.jsonl", 5).records
     assert [type(record).__name__ for record in records] == ["Step", "Step", "Restarted", "Step", "Step", "Step"]
 
@@ -63,7 +64,7 @@ def test_the_speed_leaves_out_batches_right_after_a_resume_or_a_restart(tmp_path
     def speed(*seconds: tuple[int, int]) -> SteadyRate | None:
         for batch, second in seconds:
             ledger.handle(BatchLosses(0, ((batch, 1.0, 1.0),), clock + second))
-        return ledger.collector.speed()
+        return ledger.steps.speed()
 
     with Ledger(job, lambda record: None) as ledger:
         assert speed((3, 3)) is None
@@ -89,8 +90,8 @@ def test_times_of_ranks_of_other_machines_are_those_of_our_clock(tmp_path: Path,
         ledger.handle(Finished(0, (span,)))
         ledger.handle(Finished(1, (replace(span, rank=1, start=began + offset, end=began + offset + 1),)))
         passed = time.monotonic() - began
-        assert all(0 <= step.seconds <= passed for step in ledger.collector.steps) and len(ledger.collector.steps) == 3
-        assert ledger.collector.timeline.end == pytest.approx(1.0, abs=passed + 1e-3)
+        assert all(0 <= step.seconds <= passed for step in ledger.steps.done) and len(ledger.steps.done) == 3
+        assert ledger.timeline.end == pytest.approx(1.0, abs=passed + 1e-3)
 
 
 def test_written_rates_are_over_a_window(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_written_rates_are_over_a_window(tmp_path: Path) -> None:
         clock = time.monotonic()
         for batch in range(100):
             ledger.handle(BatchLosses(0, ((batch, 1.0, 1.0),), clock + batch // 5 + 1))
-    rates = [step.images_per_second / job.plan.batch for step in ledger.collector.steps]
+    rates = [step.images_per_second / job.plan.batch for step in ledger.steps.done]
     assert max(rates) <= 5.0 + 1e-9 and rates[-1] == pytest.approx(5.0, rel=0.1)
 
 
