@@ -37,7 +37,7 @@ from stagewright.report.live.serve import PageServer
 from stagewright.report.page import Page, Pipeline
 from stagewright.run.folder import FAULT_FILE, name_run, run_lock, tag_run
 from stagewright.run.report import make_page, runs_page, write_page
-from stagewright.runtime.status_file import OPS, RECORD, State, status_path
+from stagewright.runtime.status_file import OPS, RECORD, RankState, status_path
 from stagewright.schedule.action import Op
 from tests.browser.conftest import find_chromium
 from tests.made_runs import delayed, make_run, timeline, usage
@@ -124,7 +124,7 @@ def served(folder: Path) -> Iterator[dict[str, str]]:
     (running / "ranks").mkdir()
     doing = ((Op.FORWARD, 0, 1042, 259, -1), (Op.RECV_GRAD, 0, 1039, -1, 2), (Op.BACKWARD, 1, 1040, 260, -1))
     for rank, (op, *numbers) in enumerate(doing):
-        state = State.WAITING if op is Op.RECV_GRAD else State.WORKING
+        state = RankState.WAITING if op is Op.RECV_GRAD else RankState.WORKING
         status_path(running, rank).write_bytes(RECORD.pack(OPS.index(op) + 1, *numbers, 9000, state, 1))
     make_run(runs / "20260102-084012-vgg-small-stale-2-1", learning(40, 318.0, 0, 0.9)[:40], is_finished=False)
     finished = (

@@ -27,7 +27,7 @@ from stagewright.runtime.comm.channel import ChannelName, Inbox, Network, Outbox
 from stagewright.runtime.comm.device import Device, open_device
 from stagewright.runtime.comm.memory import MemoryTransport
 from stagewright.runtime.comm.message import Message, MessageFormat
-from stagewright.runtime.comm.transport import Alone, Collective, Done, Pending, Transport
+from stagewright.runtime.comm.transport import Collective, Done, Pending, Solo, Transport
 from stagewright.runtime.job import Job
 from stagewright.runtime.precision import precision_of
 from stagewright.runtime.process.assemble import open_model, open_pieces
@@ -217,7 +217,7 @@ class _NoNetwork(Network):
         return MemoryTransport()
 
     def connect(self, name: str, ranks: Sequence[int]) -> Collective:
-        return Alone()
+        return Solo()
 
     def message(self, message_format: MessageFormat) -> Message:
         raise AssertionError("without a network nothing is sent or received")

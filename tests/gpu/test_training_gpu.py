@@ -24,7 +24,7 @@ from stagewright.model.load import build_model
 from stagewright.run.train import Result
 from stagewright.runtime.comm.device import Gpu
 from stagewright.runtime.comm.nccl import NcclCollective, NcclNetwork
-from stagewright.runtime.comm.transport import Alone, Place
+from stagewright.runtime.comm.transport import Place, Solo
 from stagewright.runtime.precision import make_precision
 from stagewright.runtime.process.torch_flags import preserved_state, set_flags
 from stagewright.runtime.stage.compute import ComputeOptions, make_compute
@@ -277,7 +277,7 @@ def test_every_precision_learns(model: str, tmp_path: Path) -> None:
 def test_a_sum_over_one_rank_of_nccl_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")  # which the network would set for good
     network = NcclNetwork(HashStore(), 0, Place(), 60, Gpu(0))
-    collective = NcclCollective(network.group("all", (0,)), Alone())
+    collective = NcclCollective(network.group("all", (0,)), Solo())
     values = torch.arange(8.0, device="cuda")
     collective.sum(values).wait()
     assert values.tolist() == list(range(8))

@@ -34,7 +34,7 @@ from stagewright.report.run import run_page
 from stagewright.report.timeline import action_words
 from stagewright.report.words import format_number, format_share, upper_first
 from stagewright.run.folder import all_runs, is_locked, read_fault, read_label, size_on_disk, started
-from stagewright.runtime.status_file import RankStatus, State, read_status, status_path
+from stagewright.runtime.status_file import RankState, RankStatus, read_status, status_path
 from stagewright.schedule.action import TRANSFERS, Op
 
 if TYPE_CHECKING:
@@ -177,13 +177,13 @@ def _read_statuses(folder: Path) -> list[RankStatus]:
 
 
 def _action_of(status: RankStatus) -> str:
-    waits = "waits for " if status.state is State.WAITING else ""
+    waits = "waits for " if status.state is RankState.WAITING else ""
     return status.state.name.lower() if status.action is None else f"{waits}{status.action}"
 
 
 def what_it_does(folder: Path, statuses: Sequence[RankStatus]) -> str:
     """What a run does now, in words: a forward without a version of the weights is one of an evaluation."""
-    if any(status.state is State.SAVING for status in statuses):
+    if any(status.state is RankState.SAVING for status in statuses):
         return "writing a checkpoint"
     actions = [status.action for status in statuses if status.action is not None]
     if not actions:

@@ -26,7 +26,7 @@ SIZE = PROCESS_AT + PROCESS.size
 ABSENT = -1
 
 
-class State(IntEnum):
+class RankState(IntEnum):
     """What a rank is doing."""
 
     STARTING = 0
@@ -42,7 +42,7 @@ class RankStatus:
 
     action: Action | None = None
     count: int = 0  # of the actions begun
-    state: State = State.STARTING
+    state: RankState = RankState.STARTING
     has_updated: bool = False  # it has made its first update
 
 
@@ -54,7 +54,7 @@ def read_status(path: Path, rank: int) -> RankStatus:
     """What a rank last wrote; the status of a rank that is starting where the file is missing or damaged."""
     try:
         op, stage, *numbers, count, state, has_updated = RECORD.unpack_from(read_regular(path))
-        state = State(state)
+        state = RankState(state)
     except (OSError, struct.error, ValueError):
         return RankStatus()
     if not 0 < op <= len(OPS):

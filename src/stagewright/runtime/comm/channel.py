@@ -27,7 +27,7 @@ from stagewright.errors import first_line
 from stagewright.plan.plan import Plan
 from stagewright.runtime.comm.device import Reading
 from stagewright.runtime.comm.message import Field, FormatError, Message, MessageFormat
-from stagewright.runtime.comm.transport import Alone, Collective, LostPeer, Pending, Transport
+from stagewright.runtime.comm.transport import Collective, LostPeer, Pending, Solo, Transport
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -81,7 +81,7 @@ class Network(ABC):
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         """The sums of some ranks, of which this is one."""
-        return Alone() if len(ranks) == 1 else self.connect(name, ranks)
+        return Solo() if len(ranks) == 1 else self.connect(name, ranks)
 
     @abstractmethod
     def connect(self, name: str, ranks: Sequence[int]) -> Collective:

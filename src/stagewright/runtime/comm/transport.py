@@ -72,7 +72,7 @@ class AllOf:
             pending.wait()
 
 
-class Alone:
+class Solo:
     """The collective of a single rank, whose sums are what it already holds."""
 
     def sum(self, tensor: Tensor) -> Pending:

@@ -22,7 +22,7 @@ _REPORT_SECONDS = 8.0  # for the other machines to report what happened to them
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StartState:
     """What one machine's supervisor knows before a start, beside the machines' reports."""
 
     plan: Plan
@@ -52,7 +52,7 @@ class Decision:
     fault: Fault | None = None
 
 
-def decide(state: State, reports: Mapping[int, MachineReport], waited: float) -> Decision:
+def decide(state: StartState, reports: Mapping[int, MachineReport], waited: float) -> Decision:
     """Decide about a start, given the reports of machines so far and the seconds that machine 0 has waited for more.
 
     Machine 0 decides for all. Another machine decides only where machine 0 is lost: whether to wait for it.
@@ -103,7 +103,7 @@ def _fail(failed: str, fault: Fault | None = None) -> Decision:
     return Decision(StartDecision(failed=failed), fault)
 
 
-def _find_fault(state: State, reports: Mapping[int, MachineReport], silent: list[int]) -> Fault:
+def _find_fault(state: StartState, reports: Mapping[int, MachineReport], silent: list[int]) -> Fault:
     """What went wrong, from the reports, the ranks' failures and the machines that do not report."""
     return describe_fault(
         state.plan,
@@ -115,7 +115,7 @@ def _find_fault(state: State, reports: Mapping[int, MachineReport], silent: list
     )
 
 
-def _final(state: State, fault: Fault) -> str | None:
+def _final(state: StartState, fault: Fault) -> str | None:
     """The error message of a fault without another restart; None where there is one."""
     is_same = fault.is_raised and state.previous is not None and fault.text == state.previous.text
     if not (fault.is_final or is_same or state.is_stopping or state.restarts >= state.max_restarts):

@@ -29,7 +29,7 @@ from stagewright.runtime.multinode.consistency import consistency_values
 from stagewright.runtime.multinode.meeting import MachineReport, Meeting, StartDecision
 from stagewright.runtime.multinode.nodes import RankProcesses, interface_of
 from stagewright.runtime.process.children import Children, SpareRanks
-from stagewright.runtime.process.decide import State, decide
+from stagewright.runtime.process.decide import StartState, decide
 from stagewright.runtime.process.log import EventHandler, EventReader
 from stagewright.runtime.process.object_pipe import content_for
 from stagewright.runtime.process.rank import HISTORY, JOB, KEYS
@@ -107,7 +107,7 @@ class Supervisor:
         self._objects: dict[tuple[str, ...], bytes] = {}  # of the script, packed once for all starts
         self._unlogged: list[tuple[Fault, Sequence[Failure]]] = []  # faults that the disk had no room for
         self.is_stopping = False  # set by a signal's handler, so it is not part of a value that others replace
-        self._state = State(
+        self._state = StartState(
             job.plan,
             job.folder,
             job.keeps_checkpoints,

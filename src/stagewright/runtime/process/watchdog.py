@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stagewright.runtime.faults import HungRank, PausingClock
-from stagewright.runtime.status_file import RankStatus, State, read_status, status_path
+from stagewright.runtime.status_file import RankState, RankStatus, read_status, status_path
 
 _STOPPED_SECONDS = 10.0
 _WAITING_FACTOR = 1.5
@@ -29,9 +29,9 @@ class Limits:
     start: float
 
     def of(self, status: RankStatus, is_started: bool) -> float:
-        if not is_started or status.state is State.SAVING:
+        if not is_started or status.state is RankState.SAVING:
             return self.start
-        return self.timeout if status.state is State.WORKING else self.timeout * _WAITING_FACTOR
+        return self.timeout if status.state is RankState.WORKING else self.timeout * _WAITING_FACTOR
 
 
 class Watchdog:
@@ -80,12 +80,12 @@ class Watchdog:
         for rank, status in statuses.items():
             since = self._seen[rank][1]
             if self._clock.now - since > self._limits.of(status, is_started):
-                late.append((status.state is not State.WORKING, since, rank))
+                late.append((status.state is not RankState.WORKING, since, rank))
         if not late:
             return None
         waits, since, rank = min(late)  # a rank that works before those that wait, then the longest
         verb = "waited" if waits and is_started else "made no progress"
-        option = "--timeout" if is_started and statuses[rank].state is not State.SAVING else "--start-timeout"
+        option = "--timeout" if is_started and statuses[rank].state is not RankState.SAVING else "--start-timeout"
         cause = f"it has {verb} for {self._clock.now - since:.0f} s (see {option})"
         return HungRank.at(rank, statuses[rank].action, cause)
 

@@ -12,7 +12,17 @@ import torch
 
 from stagewright.metrics import Span
 from stagewright.runtime.comm.device import Device, Gpu, timed_event
-from stagewright.runtime.status_file import ABSENT, OPS, PROCESS, PROCESS_AT, RECORD, SIZE, STATE_AT, UPDATED_AT, State
+from stagewright.runtime.status_file import (
+    ABSENT,
+    OPS,
+    PROCESS,
+    PROCESS_AT,
+    RECORD,
+    SIZE,
+    STATE_AT,
+    UPDATED_AT,
+    RankState,
+)
 from stagewright.schedule.action import COMPUTES, RECEIVES, SENDS, SUMS, Action, Op
 
 _MEMORY_SECONDS = 0.5  # between two readings of torch's memory
@@ -64,13 +74,13 @@ class FlightRecorder(Recorder):
             ABSENT if version is None else version,
             ABSENT if peer is None else peer,
             self._count,
-            State.WAITING,
+            RankState.WAITING,
             self._map[UPDATED_AT],
         )
         self._begun = time.monotonic()
 
     def ready(self, action: Action) -> None:
-        self._map[STATE_AT] = State.WORKING
+        self._map[STATE_AT] = RankState.WORKING
         self._ready = time.monotonic()
         if self._ready - self._begun > _SHORTEST_WAIT:
             self._waits.append((action, self._begun, self._ready))
@@ -80,13 +90,13 @@ class FlightRecorder(Recorder):
         self._finish(action)
 
     def _finish(self, action: Action) -> None:
-        self._map[STATE_AT] = State.BETWEEN
+        self._map[STATE_AT] = RankState.BETWEEN
         if action.op is Op.UPDATE:
             self._map[UPDATED_AT] = 1
 
     def save(self) -> None:
         """The rank writes its state; the watchdog allows --start-timeout for that."""
-        self._map[STATE_AT] = State.SAVING
+        self._map[STATE_AT] = RankState.SAVING
 
     def spans(self) -> tuple[Span, ...]:
         """The last actions, and the host's waits before them."""

@@ -12,10 +12,10 @@ from stagewright.events import Failure
 from stagewright.plan.make import make_plan
 from stagewright.runtime.faults import Fault, RankExit
 from stagewright.runtime.multinode.meeting import MachineReport, StartDecision
-from stagewright.runtime.process.decide import Decision, State, decide
+from stagewright.runtime.process.decide import Decision, StartState, decide
 
 PLAN = make_plan(parse_placement("0:0-1.0:2", Cluster((Machine(),))), batch=8)
-FIRST = State(PLAN, "runs/a", keeps_checkpoints=False, max_restarts=2, machines=("machine 0 (a)", "machine 1 (b)"))
+FIRST = StartState(PLAN, "runs/a", keeps_checkpoints=False, max_restarts=2, machines=("machine 0 (a)", "machine 1 (b)"))
 AFTER = replace(FIRST, start=2)  # there was a start before, and it ended
 WELL = MachineReport({}, (0, 8))
 KILLED = replace(WELL, exits=(RankExit(1, -9, "0F3@2", 0),))
@@ -123,12 +123,12 @@ TABLE = {
 
 
 @pytest.mark.parametrize(("state", "reports", "waited", "decision"), TABLE.values(), ids=TABLE)
-def test_decides(state: State, reports: dict[int, MachineReport], waited: float, decision: Decision) -> None:
+def test_decides(state: StartState, reports: dict[int, MachineReport], waited: float, decision: Decision) -> None:
     assert decide(state, reports, waited) == decision
 
 
 @pytest.mark.parametrize("state", [FIRST, AFTER], ids=["first", "later"])
-def test_fails_at_once_when_options_differ_and_gives_both_values(state: State) -> None:
+def test_fails_at_once_when_options_differ_and_gives_both_values(state: StartState) -> None:
     start = decide(replace(state, machines=("a", "b", "c")), {0: SEED, 2: WELL}, 0.0).start
     assert start is not None and start.failed is not None
     assert start.failed.startswith("c has run.seed = nothing but machine 0 has 1; ")

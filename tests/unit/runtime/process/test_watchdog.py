@@ -9,7 +9,7 @@ import pytest
 from stagewright.runtime.faults import HungRank
 from stagewright.runtime.process.watchdog import Limits, Watchdog
 from stagewright.runtime.stage.recorder import FlightRecorder
-from stagewright.runtime.status_file import State, read_status, status_path
+from stagewright.runtime.status_file import RankState, read_status, status_path
 from stagewright.schedule.action import Action, Op
 
 LIMITS = Limits(timeout=20.0, start=100.0)
@@ -139,7 +139,7 @@ def test_a_damaged_status_file_names_no_action(tmp_path: Path) -> None:
     recorder.begin(UPDATE)
     assert (
         read_status(path, 0).action == UPDATE
-        and read_status(path, 0).state is State.WAITING
+        and read_status(path, 0).state is RankState.WAITING
         and not read_status(path, 0).has_updated
     )
     recorder.end(UPDATE)

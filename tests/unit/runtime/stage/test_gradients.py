@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stagewright.runtime.comm.transport import Alone, Collective, Pending
+from stagewright.runtime.comm.transport import Collective, Pending, Solo
 from stagewright.runtime.stage.gradients import GradientBuffers, GradientOptions, Norms, clip_factor, make_buckets
 from stagewright.runtime.stage.versions import VersionRing
 
@@ -50,7 +50,7 @@ class Setup:
         self.names = [name for name, _ in self.model.named_parameters()]
         self.ring = VersionRing([self.model], set(self.names), versions)
         chosen = GradientOptions(**{"bucket_bytes": 0, **options})  # type: ignore[arg-type]
-        self.gradients = GradientBuffers(self.ring.parameters, self.ring.master, buffers, collective or Alone(), chosen)
+        self.gradients = GradientBuffers(self.ring.parameters, self.ring.master, buffers, collective or Solo(), chosen)
 
     def backward(self, update: int, *, overlap: bool = False, scale: float | None = None) -> dict[str, Tensor]:
         """Run a microbatch; returns its own gradient."""
@@ -243,7 +243,7 @@ def test_gradients_have_the_strides_of_their_parameters() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
     stride = model[0].weight.stride()
     ring = VersionRing([model], {"0.weight", "0.bias"}, 1)
-    gradients = GradientBuffers(ring.parameters, ring.master, 1, Alone(), GradientOptions(0))
+    gradients = GradientBuffers(ring.parameters, ring.master, 1, Solo(), GradientOptions(0))
     slot = ring.use(0)
     with gradients.accumulating(0, slot.leaves, overlap=False):
         model(torch.randn(2, 3, 5, 5)).sum().backward()

@@ -10,7 +10,7 @@ import torch
 
 from stagewright.runtime.stage import recorder as module
 from stagewright.runtime.stage.recorder import FlightRecorder, GpuRecorder
-from stagewright.runtime.status_file import State, read_process, read_status
+from stagewright.runtime.status_file import RankState, read_process, read_status
 from stagewright.schedule.action import Action, Op
 
 UPDATE = Action(Op.UPDATE, 0, 0, None, 4, None)
@@ -50,5 +50,5 @@ def test_a_gpu_rank_records_the_memory_of_torch_after_its_first_update(on_gpu: G
         on_gpu.ready(UPDATE)
         on_gpu.end(UPDATE)
     status = read_status(tmp_path / "0.at", 0)
-    assert status.state is State.BETWEEN and status.action == UPDATE and status.count == 2
+    assert status.state is RankState.BETWEEN and status.action == UPDATE and status.count == 2
     assert read_process(tmp_path / "0.at") == (os.getpid(), 123 << 20)
