@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from stagewright.model.networks.zoo import ZOO
-from stagewright.planning.traced import SHIPPED, shipped_text
+from stagewright.planning.known import SHIPPED, pack
+from stagewright.planning.traced import trace_anew
 
 FILE = Path(__file__).parents[1] / "src/stagewright/profile" / SHIPPED
 
 if __name__ == "__main__":
-    FILE.write_bytes(shipped_text(ZOO))
+    FILE.write_bytes(pack({name: trace_anew(name) for name in ZOO}))

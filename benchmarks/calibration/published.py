@@ -23,7 +23,7 @@ from stagewright.plan.plan import Plan
 from stagewright.planning.build import build_plan
 from stagewright.planning.predict import IMAGENET, Prediction, predict
 from stagewright.planning.setting import make_setting
-from stagewright.planning.traced import trace_model
+from stagewright.planning.traced import chain_of, trace_model
 
 DLPERF = "Oneflow-Inc/DLPerf reports/dlperf_benchmark_test_report_v1.md"
 
@@ -98,7 +98,7 @@ def run_plan(run: PublishedRun, catalog: Catalog) -> Plan:
     return build_plan(
         make_config({"plan": options | size}).plan,
         cluster,
-        trace_model(run.model).chain,
+        chain_of(run.model),
         lambda placement: run_setting(run, catalog),
         microbatch=None if run.global_batch else run.microbatch or 1,
         one_each=True,

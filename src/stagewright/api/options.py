@@ -5,7 +5,7 @@ Editors and type checkers read them in `options.pyi`, which tests/make_options.p
 
 from typing import ForwardRef, TypedDict
 
-from stagewright.cli.parser import COMMANDS
+from stagewright.config.commands import FUNCTIONS
 from stagewright.config.sections import Option
 
 _PATHS = ("FILE", "DIR", "RUN", "NAME|FILE")  # metavars
@@ -20,8 +20,7 @@ OWN = {  # what a function takes by name, as objects too, or what only prints or
 
 def options_of(command: str) -> dict[str, Option]:
     """The options of a command that its function takes as keywords."""
-    (found,) = [one for one in COMMANDS if one.name == command]
-    return {option.keyword: option for option in found.takes if option.keyword not in OWN[command].split()}
+    return {option.keyword: option for option in FUNCTIONS[command] if option.keyword not in OWN[command].split()}
 
 
 def hint(option: Option) -> str:

@@ -9,16 +9,17 @@ from typing import Any, Literal, Unpack
 
 from stagewright.api.given import Data, Given, Model, completes
 from stagewright.api.options import InspectOptions, PlanOptions, ProfileOptions, SimulateOptions
-from stagewright.cli.parser import completed
-from stagewright.model.call import Form
+from stagewright.config.commands import completed
 from stagewright.plan.plan import Plan
 from stagewright.planning.planner import Choice
 from stagewright.planning.predict import Prediction
+from stagewright.planning.question import Question, search
 from stagewright.profile.profile import Profile
 from stagewright.run.inspect import Inspection, inspect_model, sample_form
-from stagewright.run.plan import ask, search
+from stagewright.run.plan import ask
 from stagewright.run.plan import simulate as simulate_plan
-from stagewright.run.profile import import_profile, measure_profile
+from stagewright.run.profile import Subject, import_profile, measure_profile
+from stagewright.voice import Voice
 
 _LOADED = ("synthetic", "imagenet")  # data that a plan may count the loading of
 
@@ -37,8 +38,7 @@ def plan(
     `stagewright.train(model, plan=choice)`.
     """
     with Given() as given:
-        parsed, form = _parsed("plan", given, model, data, {**options, "profile": given.file(profile)})
-        return search(parsed, ask(parsed, _quiet, form), _quiet)
+        return search(ask(_question("plan", given, model, data, {**options, "profile": given.file(profile)})))
 
 
 @completes(SimulateOptions)
@@ -56,8 +56,8 @@ def simulate(
     """
     with Given() as given:
         values = {**options, "profile": given.file(profile), "plan": given.file(plan)}
-        parsed, form = _parsed("simulate", given, model, data, values)
-        return simulate_plan(parsed, lambda text: warnings.warn(text, stacklevel=2), form)[0]
+        warn = Voice(warn=lambda text: warnings.warn(text, stacklevel=2))
+        return simulate_plan(_question("simulate", given, model, data, values), warn)[0]
 
 
 @completes(ProfileOptions)
@@ -68,11 +68,11 @@ def profile(model: Model, *, data: Data | None = None, **options: Unpack[Profile
     """
     with Given() as given:
         name = given.model(model)
-        parsed = completed("profile", {**options, "model": name})
-        if parsed.pipedream:
-            return import_profile(parsed)
-        form = None if data is None else sample_form(name, given.data(data), parsed.classes, parsed.image)
-        return measure_profile(parsed, _quiet, form)
+        values = completed("profile", {**options, "model": name})
+        if values["pipedream"]:
+            return import_profile(values["pipedream"], name, values["samples"])
+        form = None if data is None else sample_form(name, given.data(data), values["classes"], values["image"])
+        return measure_profile(Subject.of(values), form=form)
 
 
 @completes(InspectOptions)
@@ -83,29 +83,15 @@ def inspect(model: Model, *, data: Data | None = None, **options: Unpack[Inspect
     """
     with Given() as given:
         source = None if data is None else given.data(data)
-        parsed = completed("inspect", {**options, "model": given.model(model), "data": source})
-        return inspect_model(
-            parsed.model,
-            classes=parsed.classes,
-            image=parsed.image,
-            data=parsed.data,
-            inputs=parsed.inputs,
-            init=parsed.init,
-            freeze=parsed.freeze,
-            cut=parsed.cut,
-            stages=parsed.stages,
-            seed=parsed.seed,
-        )
+        values = completed("inspect", {**options, "model": given.model(model), "data": source})
+        name = values.pop("model")
+        return inspect_model(name, **{name: value for name, value in values.items() if name != "json"})
 
 
-def _parsed(command: str, given: Given, model: Model, data: Any, options: Mapping[str, Any]) -> tuple[Any, Form | None]:
-    """What a command would run with, and what the model takes, where samples of the data say that."""
+def _question(command: str, given: Given, model: Model, data: Any, options: Mapping[str, Any]) -> Question:
+    """What a command would ask, with what the model takes, where samples of the data say that."""
     name = given.model(model)
     is_loaded = data is None or data in _LOADED if isinstance(data, str | None) else False
-    parsed = completed(command, {**options, "model": name, "data": data if is_loaded else None})
-    form = None if is_loaded else sample_form(name, given.data(data), parsed.classes, parsed.image)
-    return parsed, form
-
-
-def _quiet(text: str) -> None:
-    """Progress that nobody sees."""
+    values = completed(command, {**options, "model": name, "data": data if is_loaded else None})
+    form = None if is_loaded else sample_form(name, given.data(data), values["classes"], values["image"])
+    return Question.of(command, values, form)

@@ -20,8 +20,8 @@ from stagewright.metrics import MIB
 from stagewright.plan.estimate import Estimate
 from stagewright.planning.build import build_plan
 from stagewright.planning.predict import Prediction, predict
-from stagewright.planning.setting import config_setting, memory_setting
-from stagewright.planning.traced import trace_model
+from stagewright.planning.run_setting import config_setting, memory_setting
+from stagewright.planning.traced import chain_of_config
 
 _MEMORY_MARGIN = 1.15  # the memory model is accurate to 15 %: what may fit is tried
 
@@ -70,8 +70,8 @@ def local_capacity() -> Capacity:
 def needed_memory(config: Config) -> list[int]:
     """Predicted bytes per rank; empty for a model whose shapes cannot be traced."""
     try:
-        model = trace_model(config.model.name, config.model.classes, config.data.image, frozen=config.model.freeze)
-        plan = build_plan(config.plan, ANYWHERE, model.chain)  # without a setting: by operations, with the largest lag
+        # Without a setting: by operations, with the largest lag.
+        plan = build_plan(config.plan, ANYWHERE, chain_of_config(config))
     except UserError:
         return []
     estimate = Estimate(plan, memory_setting(config, plan))
@@ -80,7 +80,6 @@ def needed_memory(config: Config) -> list[int]:
 
 def predict_config(config: Config, catalog: Catalog, cluster: Cluster, *, loads: bool) -> Prediction:
     """Simulate the plan that a configuration describes; `loads` includes the time to load and decode real data."""
-    model = trace_model(config.model.name, config.model.classes, config.data.image, frozen=config.model.freeze)
     setting = config_setting(config, cluster, catalog=catalog, loads=loads)
-    plan = build_plan(config.plan, cluster, model.chain, lambda placement: setting)
+    plan = build_plan(config.plan, cluster, chain_of_config(config), lambda placement: setting)
     return predict(plan, setting)

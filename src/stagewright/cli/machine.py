@@ -24,7 +24,7 @@ from stagewright.report.columns import Column
 from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console, plain, plain_table, print_lines, print_table, say
 from stagewright.run.inspect import Inspection, UnitFacts, inspect_model
-from stagewright.run.profile import import_profile, measure_profile
+from stagewright.run.profile import Subject, import_profile, measure_profile
 from stagewright.voice import Voice
 
 _WAYS = {
@@ -84,7 +84,10 @@ def show_checks(console: Console, checks: Sequence[Check]) -> None:
 
 def run_profile(parsed: argparse.Namespace) -> None:
     with ProgressLine(f"profiling {parsed.model}") as progress:
-        profile = import_profile(parsed) if parsed.pipedream else measure_profile(parsed, progress)
+        if parsed.pipedream:
+            profile = import_profile(parsed.pipedream, parsed.model, parsed.samples)
+        else:
+            profile = measure_profile(Subject.of(vars(parsed)), Voice(progress=progress))
     if parsed.output:
         profile.write(parsed.output)
     if parsed.json:

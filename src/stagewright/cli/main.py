@@ -11,14 +11,13 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from stagewright.cli.command.command import USER_ERROR, Parser, one_line
+from stagewright.cli.command.command import USER_ERROR, Parser, imported, one_line
 from stagewright.cli.parser import make_parser, moved_bench
 from stagewright.cluster.placement import parse_placement
 from stagewright.config.sections import AUTO
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with ExitStack() as stack:
                 parsed.spare = stack.enter_context(spare) if (spare := _spare_ranks(parsed)) else None
                 with ProgressLine(f"loading stagewright {parsed.command.name}"), _importing():
-                    handler = _handler(parsed.command.run)
+                    handler = imported(f"cli.{parsed.command.run}")
                 handler(parsed)
     except (UserError, RunFailed) as error:
         _fail(str(error))
@@ -161,13 +160,6 @@ def _spare_ranks(parsed: argparse.Namespace) -> SpareRanks | None:
     if given.get("nodes.list") is not None or count > (os.cpu_count() or 1):
         return None
     return SpareRanks(count, compiles=bool(given.get("run.compile")))
-
-
-def _handler(name: str) -> Callable[[argparse.Namespace], None]:
-    """The function that runs a command, such as `plan:run` of this folder: imported only here."""
-    module, _, function = name.partition(":")
-    handler: Callable[[argparse.Namespace], None] = getattr(import_module(f"stagewright.cli.{module}"), function)
-    return handler
 
 
 @contextmanager

@@ -7,19 +7,15 @@ it runs.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from stagewright import __version__
 from stagewright.cli.command.command import MODEL, RUN, Argument, Command, Parser
-from stagewright.cli.command.options import Taken, take, take_sections
+from stagewright.cli.command.options import take
 from stagewright.cli.command.screen import first_screen, group_screen
-from stagewright.config.modes import Mode
-from stagewright.errors import UserError, did_you_mean
+from stagewright.config.commands import CONFIGURED, FUNCTIONS, take_sections
 
-_PRECISIONS = "fp64, fp32, ieee, tf32, bf16, fp16"
-_AUTO = f"{_PRECISIONS}; auto: bf16 on GPUs of this machine that have it, else fp32"
 _GROUPS = {  # the help and the description of commands that have actions
     "runs": (
         "list runs; name, tag and delete them",
@@ -73,25 +69,6 @@ def moved_bench(suite: str) -> str | None:
     return f"bench {suite} measures Stagewright itself: run python -m benchmarks {suite} in a checkout"
 
 
-def completed(name: str, given: Mapping[str, Any]) -> argparse.Namespace:
-    """What a command would run with: its arguments, and options by their keywords, which are checked as it does.
-
-    For `stagewright.plan` and the other functions of the API; None stands for an option that was not given.
-    """
-    command = next(command for command in COMMANDS if command.name == name)
-    taken = {option.keyword: option for option in command.takes}
-    arguments = {argument.name for argument in command.arguments}
-    parsed = argparse.Namespace()
-    for keyword, value in given.items():
-        if keyword not in arguments and keyword not in taken:
-            raise UserError(f"stagewright.{name} has no option '{keyword}'; {did_you_mean(keyword, taken)}")
-        if value is not None:
-            option = taken.get(keyword)
-            setattr(parsed, option.dest if option else keyword, option.converted(value) if option else value)
-    command.complete(parsed)
-    return parsed
-
-
 def make_parser() -> Parser:
     """The parser of the whole command line."""
     parser = Parser(prog="stagewright", usage=_USAGE)
@@ -128,25 +105,6 @@ def _areas() -> dict[str, dict[str, str]]:
     return {area: {name: helps[name] for name in names.split()} for area, names in AREAS.items()}
 
 
-def _setting(**of_cluster: Any) -> tuple[Taken, ...]:
-    """The options that say what is planned: the cluster, the precision, the software and the data."""
-    return (
-        *take("--cluster", **of_cluster),
-        *take("--devices"),
-        *take("--precision", default="auto", help=_AUTO, choices=("auto", *_PRECISIONS.split(", ")), metavar="NAME"),
-        *take("--software"),
-        *take("--data", choices=("synthetic", "imagenet"), metavar="", help="data to load"),
-        *take("--optimizer", help="optimizer, for its memory"),
-        *take("--ema", help="count averaged weights too"),
-        *take("--image --classes --freeze"),
-        *take("--profile", help="measured units, instead of the catalog's figures"),
-    )
-
-
-_CONFIGURED = (*take("--config"), *take("--set", is_repeated=True))
-_EXPLAIN = take(
-    "--explain", type=bool, default=False, metavar="", help="show what --placement auto chooses from, and train nothing"
-)
 _FOLDER = take("--runs")
 _MODEL = Argument(
     "model", "MODEL", "a zoo name, timm:NAME, torchvision:NAME, hf:CONFIG, or package.module:factory", kind=MODEL
@@ -181,26 +139,14 @@ COMMANDS = (
         "Measure the time and bytes of every unit of a model, and the speed of the device and its links.",
         "MODEL [-o FILE]",
         (_MODEL,),
-        (
-            *take("--output", short="-o", help="write the profile as JSON"),
-            *take("--samples", type=str, default="8,16", bounds={}, metavar="N,N", help="microbatch sizes"),
-            *take("--precision", default="auto", metavar="NAMES", help=f"{_AUTO}; or several: fp32,bf16"),
-            *take("--device", default="cpu", choices=("cpu", "cuda"), help="kind of device"),
-            *take("--threads", default=1, help="threads per CPU rank"),
-            *take("--together --image --classes --freeze --pipedream"),
-        ),
+        FUNCTIONS["profile"],
     ),
     Command(
         *("inspect", "machine:run_inspect", "show how a model can be cut, and prove a cut"),
         "Show the units of a model, how it can be cut and where it can't, and prove a cut into stages.",
         "MODEL",
         (_MODEL,),
-        (
-            *take("--stages"),
-            *take("--cut", default=None, help="prove this cut: the first unit or module of each later stage"),
-            *take("--data", default=None, metavar="SOURCE", help="take samples from this data"),
-            *take("--inputs --image --classes --init --freeze --seed"),
-        ),
+        FUNCTIONS["inspect"],
     ),
     Command(
         *("plan", "plan:run", "find the fastest plan of a model, here or on a cluster"),
@@ -208,28 +154,7 @@ COMMANDS = (
         "--cluster and --profile it answers for this machine, by a short profile that is measured once.",
         "MODEL [--cluster NAME|FILE] [--batch N]",
         (_MODEL,),
-        (
-            *_setting(),
-            *take("--batch", default=None, help="samples per update (default: what suits the devices)"),
-            *take(
-                "--mode",
-                is_repeated=True,
-                choices=Mode.where(lambda preset: preset.has_stages),
-                default=None,
-                help="try only this mode; may be repeated",
-            ),
-            *take("--microbatches", help="microbatches per batch (default: try several)"),
-            *take("--staleness", help="most updates that a stage may lag"),
-            *take("--lr", default=None, help="warn if this learning rate is unstable at the lag"),
-            *take("--momentum", help="with --lr: SGD momentum"),
-            *take("--nesterov", help="with --lr: Nesterov momentum"),
-            *take("--predict", help="with --lr: extrapolated weights, as train --predict"),
-            *take("--output", short="-o", help="write the plan for train --plan"),
-            *take("--report", help="write an .html page with candidates, timeline, memory and links"),
-            *take("--try", dest="try_"),
-            *take("--minutes"),
-            *take("--explain"),
-        ),
+        FUNCTIONS["plan"],
         first="--cluster --devices --batch --precision --mode --profile --output --report --try --explain --json",
         examples=(
             "plan resnet50",
@@ -242,18 +167,7 @@ COMMANDS = (
         "Predict the speed, memory and idle time of a plan, on hardware that you need not have.",
         "MODEL --cluster NAME|FILE",
         (_MODEL,),
-        (
-            *_setting(),
-            *take("--mode", help="how far weights may lag (default: stale; dp for one stage)"),
-            *take("--placement", default=None, help="devices of each stage: 0:0-6.0:7 (default: one stage on all)"),
-            *take("--shares --cut"),
-            *take("--batch", default=None, help="samples per update (or give --microbatch)"),
-            *take("--microbatch"),
-            *take("--microbatches", help="microbatches per batch"),
-            *take("--staleness"),
-            *take("--plan", help="a plan file, instead of the options above"),
-            *take("--trace --report"),
-        ),
+        FUNCTIONS["simulate"],
         first="--cluster --devices --batch --precision --mode --placement --cut --microbatches --plan --report --json",
         examples=(
             "simulate vgg16 --cluster titan-v-8 --batch 256",
@@ -263,7 +177,7 @@ COMMANDS = (
     Command(
         *("train", "train:run", "train a model by the fastest plan for this machine, or by yours"),
         "Train a model by the fastest plan for this machine, or by yours. Options are also keys of --config files.",
-        options=(*_CONFIGURED, *_EXPLAIN, *take_sections()),
+        options=FUNCTIONS["train"],
         first="--model --data --val --epochs --steps --batch --lr --device --precision --placement --mode --plan "
         "--checkpoint-every --resume --config --runs --explain",
         examples=(
@@ -277,7 +191,7 @@ COMMANDS = (
         *("run", "train:run_script", "run a script whose stagewright.Engine trains over stages"),
         usage="SCRIPT [-- ARGUMENT ...]",
         arguments=(Argument("script", "SCRIPT", "a Python file; its own arguments follow --"),),
-        options=(*_CONFIGURED, *take_sections("plan", "checkpoint", "run", "nodes")),
+        options=(*CONFIGURED, *take_sections("plan", "checkpoint", "run", "nodes")),
         has_json=False,
         first="--placement --mode --batch --microbatches --plan --device --precision --checkpoint-every --resume "
         "--config --runs",
@@ -359,7 +273,7 @@ COMMANDS = (
         *("schedule", "schedule:run", "draw what each rank does when"),
         "Draw the programs of a plan: one row per rank, time from left to right.",
         options=(
-            *_CONFIGURED,
+            *CONFIGURED,
             *take_sections("plan"),
             *take("--batches --forward --backward --transfer --programs"),
         ),
@@ -447,12 +361,7 @@ COMMANDS = (
         "Compare clusters by the best plan on each: its speed, its price and its power.",
         "MODEL --cluster A --cluster B",
         (_MODEL,),
-        (
-            *_setting(is_repeated=True, help="a cluster of the catalog, or a cluster file; may be repeated"),
-            *take("--batch", default=256, help="samples per update (default: 256)"),
-            *take("--price", is_repeated=True),
-            *take("--kwh"),
-        ),
+        FUNCTIONS["value"],
         first="--cluster --devices --precision --batch --price --kwh --json",
         examples=(
             "value resnet50 --cluster rtx-4090-4 --cluster titan-v-8",

@@ -15,27 +15,26 @@ from typing import Any
 
 from rich.console import Console
 
+from stagewright.cli.command.command import imported
 from stagewright.cluster.placement import format_placement
-from stagewright.cluster.specs import calibration_note
 from stagewright.config.optimizers import has_stable_rate
 from stagewright.errors import UserError
 from stagewright.files import write_text
 from stagewright.metrics import MIB, format_rate
-from stagewright.plan.estimate import Setting
 from stagewright.plan.make import PLAN_FORMAT
-from stagewright.plan.plan import Mode, Plan
+from stagewright.plan.plan import Plan
 from stagewright.plan.stability import Motion, stability_warning, stable_limit
 from stagewright.planning.build import BUBBLE_GOAL, idle_warning
 from stagewright.planning.compare import Comparison, Interval, compare
 from stagewright.planning.planner import Candidate, Choice, explain
 from stagewright.planning.predict import link_use, predict, stage_costs
-from stagewright.planning.traced import rate_of
+from stagewright.planning.question import Asked, Question, ask, search
 from stagewright.report.columns import Column, page_table, used
 from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console, print_table, say
 from stagewright.report.page import Page, Table
-from stagewright.run.plan import Asked, Progress, ask, is_for_train, plan_options, search
 from stagewright.run.report import make_prediction_page, write_page
+from stagewright.voice import SILENT, Voice
 
 _LEAST_STEPS = 12  # that a plan is trained to be timed
 
@@ -56,7 +55,6 @@ class Tried:
 class Answer:
     """What was asked and what was found: text, JSON and page draw from it."""
 
-    options: Any  # of `plan`
     asked: Asked
     choice: Choice
     comparison: Comparison
@@ -71,22 +69,20 @@ class Answer:
     @property
     def own(self) -> Candidate | None:
         """Which of the candidates `train` chooses by itself, if it chooses from them: none whose weights lag."""
-        return self.choice.without_lag if is_for_train(self.options, self.asked) else None
+        return self.choice.without_lag if self.asked.is_for_train else None
 
     def number(self, candidate: Candidate | None) -> int | None:
         return None if candidate is None else self.choice.candidates.index(candidate)
 
     @property
-    def rate(self) -> str:
-        return rate_of(self.options.model)
-
-    @property
     def title(self) -> str:
-        return f"{self.options.model} on {self.asked.setting.cluster.name}, {self.asked.setting.precision}"
+        return f"{self.asked.question.model} on {self.asked.setting.cluster.name}, {self.asked.setting.precision}"
 
     @property
-    def calibration(self) -> str | None:
-        return None if self.asked.is_measured else device_note(self.options, [self.asked.setting])
+    def command(self) -> str:
+        """The command that trains the plan, in one line; without a plan file the plan is spelled out."""
+        words = self.asked.train_words(self.asked.question.output or self.choice.best.plan)
+        return shlex.join(["stagewright", "train", *words])
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -99,13 +95,14 @@ def run(parsed: argparse.Namespace) -> None:
             progress.clear()
             say(console, text)
 
-        asked = ask(parsed, progress, announce=announce)
-        choice = search(parsed, asked, progress)
-        tried = _try(parsed, asked, choice, progress) if parsed.try_ else ()
+        voice = Voice(progress=progress, note=announce)
+        asked = ask_model(Question.of("plan", vars(parsed)), voice)
+        choice = search(asked, voice)
+        tried = _try(asked, choice, parsed.try_, parsed.minutes, voice) if parsed.try_ else ()
     choice = decide(choice, tried)
     comparison = compare(choice, asked.setting, asked.catalog, measured=asked.is_measured)
     unit = explain(asked.setting, choice.best.plan, parsed.explain) if parsed.explain else None
-    answer = Answer(parsed, asked, choice, comparison, tried, unit)
+    answer = Answer(asked, choice, comparison, tried, unit)
     found = _as_json(answer)
     if parsed.output:
         write_text(parsed.output, json.dumps(_plan_file(answer, found), indent=1))
@@ -117,23 +114,28 @@ def run(parsed: argparse.Namespace) -> None:
         show(console, answer)
 
 
+def ask_model(question: Question, voice: Voice = SILENT) -> Asked:
+    """A question with all that it leaves open filled in, without torch where the model and the place are known."""
+    model = question.known if question.has_place else None
+    asked: Asked = imported("run.plan:ask")(question, voice) if model is None else ask(question, model)
+    return asked
+
+
 # --- Training the best few --------------------------------------------------------------------------------------------
 
 
-def _try(parsed: argparse.Namespace, asked: Asked, choice: Choice, progress: Progress) -> tuple[Tried, ...]:
-    """Train the best few for about a minute each on this machine, in fresh processes."""
+def _try(asked: Asked, choice: Choice, most: int, minutes: float, voice: Voice) -> tuple[Tried, ...]:
+    """Train the best few for some minutes each on this machine, in fresh processes."""
     found = []
-    for index, candidate in enumerate(choice.candidates[: parsed.try_]):
+    for index, candidate in enumerate(choice.candidates[:most]):
         plan = candidate.plan
-        steps = round(parsed.minutes * 60 * candidate.prediction.images_per_second / plan.batch)
-        progress(f"training {plan.mode} {plan.shape} for {parsed.minutes:g} min")
+        steps = round(minutes * 60 * candidate.prediction.images_per_second / plan.batch)
+        voice.progress(f"training {candidate} for {minutes:g} min")
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "plan.json"
             file.write_text(json.dumps(plan.describe()))
-            words = [*_train_words(parsed, asked), "--device", asked.device, "--precision", asked.setting.precision]
-            words += ["--plan", str(file), "--threads", str(asked.threads)]
-            words += ["--steps", str(max(_LEAST_STEPS, steps)), "--runs", folder, "--json"]
-            command = [sys.executable, "-m", "stagewright", *words]
+            words = [*asked.train_words(str(file)), "--steps", str(max(_LEAST_STEPS, steps)), "--runs", folder]
+            command = [sys.executable, "-m", "stagewright", "train", *words, "--json"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             last = done.stderr.strip().rpartition("\n")[2]
@@ -153,36 +155,18 @@ def decide(choice: Choice, tried: Sequence[Tried]) -> Choice:
     return replace(choice, candidates=tuple(order), decided=True)
 
 
-# --- The command that trains a plan -----------------------------------------------------------------------------------
-
-
-def _train_words(parsed: argparse.Namespace, asked: Asked) -> list[str]:
-    """The options of `train` that a plan does not hold."""
-    words = ["train", "--model", parsed.model]
-    for flag, value in (("--image", parsed.image), ("--classes", parsed.classes), ("--freeze", parsed.freeze)):
-        words += [flag, str(value)] if value is not None else []
-    if parsed.optimizer != "sgd":
-        words += ["--optimizer", parsed.optimizer]
-    return words
-
-
-def train_command(parsed: argparse.Namespace, asked: Asked, plan: Plan) -> str:
-    """The command that trains a plan, in one line; without a plan file the plan is spelled out."""
-    words = ["stagewright", *_train_words(parsed, asked)]
-    device = ["--device", asked.device, "--precision", asked.setting.precision]
-    if parsed.output:
-        return shlex.join([*words, *device, "--plan", parsed.output])
-    return shlex.join([*words, *plan_options(plan, asked.device, asked.setting.precision, asked.threads)])
-
-
 def _plan_file(answer: Answer, found: dict[str, Any]) -> dict[str, Any]:
     """The whole experiment: the plan, what it is of and for, and what was predicted."""
-    options, setting = answer.options, answer.asked.setting
+    config, setting = answer.asked.question.config, answer.asked.setting
     return {
         "format": PLAN_FORMAT,
         "plan": answer.choice.best.plan.describe(),
         "experiment": {
-            **{name: getattr(options, name) for name in ("model", "image", "classes", "freeze", "optimizer")},
+            "model": config.model.name,
+            "image": config.data.image,
+            "classes": config.model.classes,
+            "freeze": config.model.freeze,
+            "optimizer": config.optimizer.name,
             "device": answer.asked.device,
             "precision": setting.precision,
             "cluster": setting.cluster.name,
@@ -203,20 +187,18 @@ def _columns(answer: Answer) -> tuple[Column[Ranked], ...]:
     best = answer.choice.best
     return (
         Column("", lambda one: "*" if one[0] is best else "", is_text=True),
-        Column("plan", lambda one: _name_of(one[0]), is_text=True),
+        Column("plan", lambda one: str(one[0]), is_text=True),
         Column("M", lambda one: one[0].plan.microbatches, spare=4, title="microbatches", about="microbatches"),
         Column("lag", lambda one: _lags(one[0]), is_text=True, spare=2, title="lag", about="updates behind, by stage"),
-        Column(answer.rate, lambda one: one[0].prediction.images_per_second, format_rate, title=answer.rate),
+        Column(
+            answer.asked.rate, lambda one: one[0].prediction.images_per_second, format_rate, title=answer.asked.rate
+        ),
         Column("90 %", lambda one: one[1], title="90 % interval", about="interval"),
         Column("by host", lambda one: _by_host(one[1]), spare=5, about="slow to fast"),
         Column("x dp", lambda one: one[0].speedup, "{:.2f}", title="x data parallel", about="over data parallel"),
         Column("waits", lambda one: one[0].prediction.steady.bubble, "{:.0%}", spare=3),
         Column("MiB", lambda one: _fullest(one[0]) / MIB, "{:,.0f}", spare=1, about="of the fullest rank"),
     )
-
-
-def _name_of(candidate: Candidate) -> str:
-    return f"{candidate.plan.mode} {candidate.plan.shape}"
 
 
 def _lags(candidate: Candidate) -> str:
@@ -238,7 +220,7 @@ def _page(answer: Answer) -> Page:
 
     def marked(one: Ranked) -> str:
         marks = ["chosen"] * (one[0] is best) + ["train's own choice"] * (one[0] is own)
-        return f"{_name_of(one[0])} ({', '.join(marks)})" if marks else _name_of(one[0])
+        return f"{one[0]} ({', '.join(marks)})" if marks else str(one[0])
 
     drawn = predict(best.plan, setting, draws=True)
     page = make_prediction_page(answer.title, drawn)
@@ -255,10 +237,10 @@ def _page(answer: Answer) -> Page:
 
 
 def _as_json(answer: Answer) -> dict[str, Any]:
-    options, asked, choice, comparison = answer.options, answer.asked, answer.choice, answer.comparison
+    asked, choice, comparison = answer.asked, answer.choice, answer.comparison
     setting, best = asked.setting, answer.number(choice.best)
     return {
-        "model": options.model,
+        "model": asked.question.model,
         "cluster": setting.cluster.name,
         "precision": setting.precision,
         "setting": {
@@ -274,7 +256,7 @@ def _as_json(answer: Answer) -> dict[str, Any]:
         "winner": best if comparison.has_winner or choice.decided else None,
         "rivals": [answer.number(rival) for rival in comparison.rivals],
         "own": answer.number(answer.own),
-        "measure": None if choice.decided else "; ".join(comparison.advice(choice, options.model)) or None,
+        "measure": None if choice.decided else "; ".join(comparison.advice(choice, asked.question.model)) or None,
         "candidates": [
             {
                 **candidate.prediction.describe(),
@@ -298,8 +280,8 @@ def _as_json(answer: Answer) -> dict[str, Any]:
         "tried": [
             {"candidate": one.index, "images_per_second": one.measured, "failed": one.why} for one in answer.tried
         ],
-        "command": train_command(options, asked, choice.best.plan),
-        "calibration": answer.calibration,
+        "command": answer.command,
+        "calibration": answer.asked.calibration,
         "remarks": _warnings(answer),
         **({"unit": answer.unit} if answer.unit else {}),
         **_stability(answer),
@@ -321,15 +303,15 @@ def _about_candidates(answer: Answer) -> Iterator[str]:
     """Why each is where it is, what was not tried, and how fast those were that were trained."""
     choice = answer.choice
     for candidate in choice.candidates:
-        yield f"{'*' if candidate is choice.best else ' '} {_name_of(candidate)}: {candidate.why}"
+        yield f"{'*' if candidate is choice.best else ' '} {candidate}: {candidate.why}"
     yield from (f"  does not fit: {line}" for line in choice.refused)
     if choice.unprofiled:
         sizes = ",".join(map(str, choice.unprofiled))
         yield f"  not tried: microbatches of {sizes} samples; the profile does not cover them (profile --samples)"
     order = sorted(choice.candidates, key=lambda c: (-c.prediction.images_per_second, len(c.plan.stages)))
     for one in answer.tried:
-        shown = f"failed: {one.why}" if one.measured is None else f"{format_rate(one.measured)} {answer.rate}"
-        yield f"trained {_name_of(order[one.index])}: {shown}"
+        shown = f"failed: {one.why}" if one.measured is None else f"{format_rate(one.measured)} {answer.asked.rate}"
+        yield f"trained {order[one.index]}: {shown}"
 
 
 def _about_choice(answer: Answer) -> Iterator[str]:
@@ -343,10 +325,10 @@ def _about_choice(answer: Answer) -> Iterator[str]:
         close = "" if choice.best is choice.fastest else " (fewer stages, within 3 % of the fastest)"
         gain = "plain data parallel" if plan.mode == "dp" else f"{choice.best.speedup:.2f} x plain data parallel"
         yield f"{'run' if comparison.has_winner else 'first choice'} {where}: {gain}{close}"
-        yield from comparison.advice(choice, answer.options.model)
+        yield from comparison.advice(choice, answer.asked.question.model)
     if choice.lags:
         yield f"at --staleness {'; '.join(_at_lags(answer))}"
-    yield from filter(None, [answer.calibration])
+    yield from filter(None, [answer.asked.calibration])
     for warning in (*_warnings(answer), _stability(answer).get("warning")):
         if warning:
             yield f"warning: {warning}"
@@ -356,7 +338,7 @@ def _at_lags(answer: Answer) -> Iterator[str]:
     """The speed of the plan to run at every lag."""
     for lag, found in enumerate(answer.choice.lags):
         mine = " (this plan)" if lag == _most_lag(answer.choice.best.plan) else ""
-        speed = f"{format_rate(found.images_per_second)} {answer.rate}"
+        speed = f"{format_rate(found.images_per_second)} {answer.asked.rate}"
         yield f"{lag}{mine}: {speed}, waits {found.steady.bubble:.0%}"
 
 
@@ -366,7 +348,7 @@ def _most_lag(plan: Plan) -> int:
 
 def _warnings(answer: Answer) -> list[str]:
     """Warnings if the given number of microbatches leaves devices idle."""
-    given, best = answer.options.microbatches, answer.choice.best
+    given, best = answer.asked.question.config.plan.microbatches, answer.choice.best
     if given is None:  # the search has tried several
         return []
     least = min((found.steady.bubble for found in answer.choice.lags), default=0.0)
@@ -379,11 +361,11 @@ def _warnings(answer: Answer) -> list[str]:
 
 def _stability(answer: Answer) -> dict[str, Any]:
     """The largest stable learning rate at the best plan's lag, if a learning rate is given and the limit is known."""
-    options, plan = answer.options, answer.choice.best.plan
-    if options.lr is None or not has_stable_rate(options.optimizer):
+    rate, options, plan = answer.asked.question.rate, answer.asked.question.config.optimizer, answer.choice.best.plan
+    if rate is None or not has_stable_rate(options.name):
         return {}
     motion = Motion(options.momentum, _most_lag(plan), options.predict, options.nesterov)
-    warning = stability_warning(motion, options.lr, takes_staleness=plan.mode is Mode.STALE)
+    warning = stability_warning(motion, rate, takes_staleness=plan.mode.preset.has_staleness)
     return {"stable_limit": stable_limit(motion), "warning": warning}
 
 
@@ -400,14 +382,6 @@ def _about_training(answer: Answer) -> Iterator[str]:
     """The command that trains the plan, and what `train` would choose instead."""
     own, best = answer.own, answer.choice.best
     if own is not None and not best.plan.is_synchronous:
-        plain = f"{_name_of(own)} ({format_rate(own.prediction.images_per_second)} {answer.rate})"
-        yield f"train by itself avoids lag and would take {plain}; the command below takes {_name_of(best)}"
-    yield f"train it: {train_command(answer.options, answer.asked, best.plan)}"
-
-
-def device_note(parsed: argparse.Namespace, settings: Sequence[Setting]) -> str | None:
-    """A line that names the devices whose speed is calibrated by no measurement or one; None with a profile."""
-    if parsed.profile is not None:
-        return None
-    kinds = [setting.devices(machine.kind) for setting in settings for machine in setting.cluster.machines]
-    return calibration_note(kinds, settings[0].precision)
+        plain = f"{own} ({format_rate(own.prediction.images_per_second)} {answer.asked.rate})"
+        yield f"train by itself avoids lag and would take {plain}; the command below takes {best}"
+    yield f"train it: {answer.command}"

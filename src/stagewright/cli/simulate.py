@@ -13,30 +13,31 @@ from stagewright.cluster.placement import format_devices
 from stagewright.errors import UserError
 from stagewright.files import write_text
 from stagewright.metrics import MIB, format_rate
-from stagewright.plan.estimate import Estimate, Setting
+from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Stage
 from stagewright.planning.compare import interval, setting_evidence
 from stagewright.planning.predict import Prediction
-from stagewright.planning.traced import rate_of
+from stagewright.planning.question import Asked, Question
 from stagewright.report.columns import Column
 from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console, print_table, say
 from stagewright.report.words import format_duration
 from stagewright.run.plan import simulate
 from stagewright.run.report import make_prediction_page, write_page
+from stagewright.voice import Voice
 
 
 def run(parsed: argparse.Namespace) -> None:
     console = open_console(stderr=parsed.json)
     warnings: list[str] = []
     with ProgressLine(f"simulating {parsed.model}"):
-        prediction, catalog, setting = simulate(parsed, warnings.append, draws=bool(parsed.trace or parsed.report))
+        question = Question.of("simulate", vars(parsed))
+        draws = bool(parsed.trace or parsed.report)
+        prediction, asked = simulate(question, Voice(warn=warnings.append), draws=draws)
     say(console, *(f"warning: {warning}" for warning in warnings))
-    measured = parsed.profile is not None and parsed.cluster is None
-    own, evidence = (
-        interval(prediction, setting, catalog, measured=measured),
-        setting_evidence(setting, measured=measured),
-    )
+    setting, measured = asked.setting, asked.is_measured
+    own = interval(prediction, setting, asked.catalog, measured=measured)
+    evidence = setting_evidence(setting, measured=measured)
     if parsed.trace:
         write_text(parsed.trace, json.dumps(prediction.steady.timeline.chrome_trace()))
     if parsed.report:
@@ -46,14 +47,14 @@ def run(parsed: argparse.Namespace) -> None:
         bounds = {"low": own.low, "high": own.high, "evidence": str(evidence)}
         print(json.dumps({"model": parsed.model, "cluster": setting.cluster.name, **prediction.describe(), **bounds}))
         return
-    show_prediction(console, parsed.model, prediction, setting)
-    say(console, f"nine of ten such predictions are within {own} {rate_of(parsed.model)} (evidence: {evidence})")
+    show_prediction(console, asked, prediction)
+    say(console, f"nine of ten such predictions are within {own} {asked.rate} (evidence: {evidence})")
 
 
-def show_prediction(console: Console, model: str, prediction: Prediction, setting: Setting) -> None:
+def show_prediction(console: Console, asked: Asked, prediction: Prediction) -> None:
     """Print a prediction."""
-    plan = prediction.plan
-    where = f"{model} on {setting.cluster.name}, {setting.precision}, {plan.mode}"
+    plan, setting = prediction.plan, asked.setting
+    where = f"{asked.question.model} on {setting.cluster.name}, {setting.precision}, {plan.mode}"
     say(console, f"{where}: batch {plan.batch} in {plan.microbatches} microbatches")
 
     def fullest(stage: Stage) -> int:
@@ -70,9 +71,8 @@ def show_prediction(console: Console, model: str, prediction: Prediction, settin
         Column("mostly", lambda stage: prediction.memory[fullest(stage)].largest, is_text=True, wraps=True),
     )
     print_table(console, columns, plan.stages)
-    rate = rate_of(model)
-    speed = f"{format_rate(prediction.images_per_second)} {rate}"
-    if rate == "images/s":
+    speed = f"{format_rate(prediction.images_per_second)} {asked.rate}"
+    if asked.rate == "images/s":
         speed += f", an ImageNet epoch in {format_duration(prediction.epoch_seconds)}"
     say(console, f"{speed}; devices wait {prediction.steady.bubble:.0%} of the time; bound by {prediction.bound}")
     if not prediction.fits:

@@ -78,7 +78,7 @@ def _explain(config: Config, console: Console) -> None:
     auto = explained(config, Voice(lambda warning: show(f"warning: {warning}"), show))
     if auto.searched is not None:
         searched = auto.searched
-        answer = Answer(searched.options, searched.asked, searched.choice, searched.comparison)
+        answer = Answer(searched.asked, searched.choice, searched.comparison)
         show_candidates(console, answer, has_command=False)
     show(*auto_plan_lines(auto))
 

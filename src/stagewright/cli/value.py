@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from stagewright.cli.plan import device_note
+from stagewright.cli.plan import ask_model
+from stagewright.cluster.specs import calibration_note
 from stagewright.errors import UserError
 from stagewright.metrics import format_rate
 from stagewright.planning.planner import choose
+from stagewright.planning.question import Question
 from stagewright.planning.worth import break_even, cluster_worth, require_priced
 from stagewright.report.columns import Column
 from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console, print_table, say
-from stagewright.run.plan import read_setting
 
 _CLUSTERS: tuple[Column[dict[str, Any]], ...] = (
     Column("cluster", itemgetter("cluster"), is_text=True),
@@ -41,15 +43,17 @@ def run(parsed: argparse.Namespace) -> None:
         raise UserError("no cluster: give --cluster once for each to compare")
     prices = dict(map(_price, parsed.price))
     with ProgressLine(f"reading {parsed.model}") as progress:
-        read = [read_setting(parsed, text)[1:] for text in parsed.cluster]
-        settings = [setting for _, setting in read]
+        question = Question.of("value", vars(parsed))
+        asked = [ask_model(replace(question, cluster=text)) for text in parsed.cluster]
+        settings = [one.setting for one in asked]
         require_priced(prices, settings)
         rows = []
-        for catalog, setting in read:
-            progress(f"planning {parsed.model} on {setting.cluster.name}")
-            rows.append(cluster_worth(choose(setting, parsed.batch), setting, catalog, prices, parsed.kwh))
+        for one in asked:
+            progress(f"planning {parsed.model} on {one.setting.cluster.name}")
+            rows.append(cluster_worth(choose(one.setting, one.batch), one.setting, one.catalog, prices, parsed.kwh))
     even = break_even(*rows) if len(rows) == 2 else None
-    note = device_note(parsed, settings)
+    kinds = [setting.devices(machine.kind) for setting in settings for machine in setting.cluster.machines]
+    note = None if parsed.profile else calibration_note(kinds, settings[0].precision)
     if parsed.json:
         found = {"model": parsed.model, "precision": settings[0].precision, "clusters": rows, "calibration": note}
         print(json.dumps(found | {"kwh": parsed.kwh, "break_even": even}))

@@ -7,7 +7,7 @@ nor pydantic, so that `stagewright --help` starts quickly.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from enum import EnumType
 from functools import cache
@@ -460,6 +460,17 @@ def _as_option(section: str, entry: Field[Any], hint: Any) -> Option:
     key = f"{section}.{entry.name}"
     common = (about["flag"], about["help"], metavar, kind, choices, entry.default, about["bounds"], key)
     return Option(*common, about["is_joined"] or about["is_repeated"], about["is_joined"])
+
+
+def words_of(config: Config, flags: Iterable[str]) -> list[str]:
+    """Some options as words of a command line, in this order, but for those that are their defaults."""
+    known = {option.flag: option for option in options()}
+    words = []
+    for option in map(known.__getitem__, flags):
+        section, _, name = option.key.partition(".")
+        if (value := getattr(getattr(config, section), name)) != option.default:
+            words += [option.flag, str(value)]
+    return words
 
 
 def require_within(flag: str, value: float, **bounds: float) -> None:

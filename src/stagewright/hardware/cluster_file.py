@@ -74,6 +74,18 @@ class MachineFile:
         lines += [f"cores = {self.cores}"] if self.cores else []
         return "\n".join([*lines, "levels = [", *(f"  {level.as_toml()}," for level in self.levels), "]", ""])
 
+    @property
+    def tables(self) -> dict[str, Any]:
+        """What the cluster file holds, as the catalog reads it."""
+        levels = [
+            {"link": one.link, "lanes": one.lanes, "groups": [list(group) for group in one.groups]}
+            for one in self.levels
+        ]
+        machine = {"device": self.device, "devices": self.devices, "count": self.count, "levels": levels}
+        machine |= {"cores": self.cores} if self.cores else {}
+        network = {"network": self.network} if self.network else {}
+        return {"cluster": {self.name: {"title": self.title, "machines": [machine], **network}}}
+
     def describe(self) -> dict[str, Any]:
         """The fields as JSON takes them; levels are called `steps` there."""
         fields = asdict(self)

@@ -23,11 +23,12 @@ from stagewright.model.chain import Chain
 from stagewright.model.load import build_model
 from stagewright.model.walk import Walk, model_errors, require_output
 from stagewright.profile.profile import Ceilings, Profile, Table, Unit
-from stagewright.profile.shapes import kind_of, run_units
+from stagewright.profile.trace import kind_of, run_units
 from stagewright.torch_internals import keep_gpu_busy
+from stagewright.voice import SILENT, Voice
 
 _WARM_UP = 2  # passes that are not counted
-_REPEATS = 7
+REPEATS = 7
 _MATRIX = {"cpu": 512, "cuda": 8192}  # sides of a product large enough to fill the device
 _MOST_SAMPLES = 2**20
 _COPY_BYTES = 64 << 20
@@ -83,9 +84,9 @@ def measure(
     workload: Workload,
     context: Context,
     together: int = 1,
-    report: Callable[[str], None] = lambda text: None,
+    voice: Voice = SILENT,
     load: Callable[[int], None] = lambda samples: None,
-    repeats: int = _REPEATS,
+    repeats: int = REPEATS,
 ) -> Profile:
     """Profile a model here, while `together` - 1 other processes train it.
 
@@ -99,10 +100,10 @@ def measure(
     alone = _table(workload, chain, workload.samples[-1], context, repeats).seconds if is_shared else None
     tables = []
     for samples in workload.samples:
-        report(f"{workload.model}: microbatch of {samples}")
+        voice.progress(f"{workload.model}: microbatch of {samples}")
         load(samples)
         tables.append(_table(workload, chain, samples, context, repeats))
-    report("ceilings of the device")
+    voice.progress("ceilings of the device")
     ceilings = measure_ceilings(workload.device, workload.precision)
     if alone is not None:
         ceilings = replace(ceilings, alone=tables[-1].seconds / alone)
@@ -228,7 +229,7 @@ def measure_ceilings(device: str, precision: str) -> Ceilings:
 
 def _median_seconds(clock: Clock, work: Callable[[], Any]) -> float:
     marks = []
-    for _ in range(_WARM_UP + _REPEATS):
+    for _ in range(_WARM_UP + REPEATS):
         begun = clock.mark()
         work()
         marks.append((begun, clock.mark()))

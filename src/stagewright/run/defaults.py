@@ -21,8 +21,8 @@ from stagewright.hardware.devices import num_devices
 from stagewright.model.load import find_entry
 from stagewright.model.networks.configured import Task, saved_weights, suited_model
 from stagewright.model.networks.libraries import Package, package_of
+from stagewright.planning.question import USUAL_SAMPLES
 from stagewright.planning.traced import trace_model
-from stagewright.run.plan import USUAL_SAMPLES
 from stagewright.runtime.process.assemble import open_data
 from stagewright.voice import SILENT, Voice
 

@@ -23,7 +23,7 @@ from stagewright.model.probe import Given
 from stagewright.model.prove import SAMPLES, Differs, Proof, first_proven, prove
 from stagewright.model.walk import Walk, model_errors
 from stagewright.planning.traced import form_of
-from stagewright.profile.shapes import run_units
+from stagewright.profile.trace import run_units
 from stagewright.run.defaults import resolve_model
 from stagewright.run.opening import bind
 from stagewright.runtime.process.assemble import open_data, open_model

@@ -45,7 +45,8 @@ from stagewright.plan.plan import Plan
 from stagewright.planning.build import build_plan, resolved_options, warn_about_lag, with_agreement
 from stagewright.planning.compare import Interval
 from stagewright.planning.predict import Prediction, predict
-from stagewright.planning.setting import memory_setting, planning_setting, prediction_setting
+from stagewright.planning.question import Question
+from stagewright.planning.run_setting import memory_setting, planning_setting, prediction_setting
 from stagewright.planning.simulate import balanced_costs
 from stagewright.run.defaults import is_open
 from stagewright.run.dry_run import dry_run
@@ -141,7 +142,8 @@ def _auto_plan(opening: Opening, voice: Voice, *, always: bool = False) -> AutoP
         return one_device(opening.config, "one process was started")
     chain = opening.chain
     units = [] if chain.way is Way.WHOLE else [name for name in chain.units if name not in chain.impossible]
-    return find_plan(opening.config, chain.example.form, units, opening.steps, voice.note, always=always)
+    question = Question(opening.config, form=chain.example.form)
+    return find_plan(question, units, opening.steps, voice, always=always)
 
 
 def _tried_auto(opening: Opening, auto: AutoPlan, voice: Voice) -> tuple[Prepared, AutoPlan]:

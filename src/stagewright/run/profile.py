@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from stagewright import __version__
-from stagewright.cluster.catalog import open_cluster
+from stagewright.cluster.catalog import read_catalog
 from stagewright.cluster.specs import Catalog
 from stagewright.cluster.topology import Cluster
-from stagewright.config.sections import AUTO, require_within
+from stagewright.config.sections import AUTO, Config, require_within
 from stagewright.errors import UserError, is_out_of_memory, within_memory
 from stagewright.files import cache_folder
-from stagewright.hardware.cluster_file import ImportOptions, checked_toml, import_this_machine
-from stagewright.hardware.devices import default_device, default_precision, require_cuda
+from stagewright.hardware.cluster_file import ImportOptions, import_this_machine
+from stagewright.hardware.devices import default_precision, require_cuda
 from stagewright.hardware.host import num_cores
 from stagewright.hardware.meters import busy_seconds
 from stagewright.model.call import Form
@@ -36,13 +34,14 @@ from stagewright.model.networks.configured import version_of
 from stagewright.model.networks.libraries import package_of
 from stagewright.objects import is_given, shown
 from stagewright.planning.traced import form_of, meta_model, trace_model
-from stagewright.profile.measure import Workload, measure, sample_sizes
+from stagewright.profile.measure import REPEATS, Workload, measure, sample_sizes
 from stagewright.profile.pipedream import read_pipedream
 from stagewright.profile.profile import Profile, Transfer, read_profile
 from stagewright.run.background_load import background_load
 from stagewright.runtime.precision import make_precision
 from stagewright.runtime.process.link_test import measure_links
 from stagewright.runtime.process.torch_flags import preserved_state, set_fast_flags
+from stagewright.voice import SILENT, Voice
 
 _MOST_PER_CORE = 16  # processes at once
 _MOST_RANKS = 4  # on a CPU
@@ -56,62 +55,78 @@ _PASSES = 3 * (_SHORT_REPEATS + 2)  # in forwards: a backward takes two
 CORE_RATE = 3e10  # operations per second of a usual core, to guess how long something takes before it is measured
 
 
-def measure_profile(options: Any, report: Callable[[str], None], form: Form | None = None) -> Profile:
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured, and how."""
+
+    model: str
+    samples: tuple[int, ...]  # of the microbatches
+    precisions: tuple[str, ...]
+    device: str
+    threads: int = 1  # of each process
+    together: int = 1  # processes at once
+    image: int | None = None
+    classes: int | None = None
+    freeze: str | None = None
+    repeats: int = REPEATS  # passes that are counted
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> Subject:
+        """That of the options of `profile`."""
+        asked = (name.strip() for name in values["precision"].split(","))
+        names = tuple(default_precision(values["device"]) if name == AUTO else name for name in asked)
+        same = {name: values[name] for name in ("model", "device", "threads", "together", "image", "classes", "freeze")}
+        return Subject(samples=sample_sizes(_read_sizes(values["samples"])), precisions=names, **same)
+
+
+def measure_profile(subject: Subject, voice: Voice = SILENT, form: Form | None = None) -> Profile:
     """Measure a model on this machine; `form` is what it takes, where that is neither the zoo's input nor an image."""
-    require_within("--together", options.together, most=_MOST_PER_CORE * num_cores())
-    if options.device == "cuda":
+    require_within("--together", subject.together, most=_MOST_PER_CORE * num_cores())
+    on_gpu = subject.device == "cuda"
+    if on_gpu:
         require_cuda()
-    form = form or form_of(options.model, options.image)
-    _require_one_input(form)
-    sizes = sample_sizes(read_sizes(options.samples))
-    asked = (name.strip() for name in options.precision.split(","))
-    names = [default_precision(options.device) if name == AUTO else name for name in asked]
-    precisions = [make_precision(name, options.device) for name in names]
-    profiles = []
-    is_text, side = form.dtypes == ("int64",), form.shapes[0][-1] if len(form.shapes[0]) == 3 else None
-    for name, precision in zip(names, precisions, strict=True):
-        on_gpu = options.device == "cuda"
-        workload = Workload(
-            options.model,
-            0,
-            options.classes,
-            form.shapes[0],
-            name,
-            options.device,
-            options.threads,
-            sizes,
-            on_gpu,
-            _vocabulary(options) if is_text else 0,
-            options.freeze,
-        )
-        with (
-            within_memory(image=side, classes=options.classes, samples=sizes[-1], together=options.together),
-            preserved_state([torch.cuda.current_device()] if on_gpu else ()),
-            background_load(workload, options.together - 1) as load,
-        ):
-            if on_gpu:
-                set_fast_flags(precision)
-            repeats = {"repeats": options.repeats} if hasattr(options, "repeats") else {}
-            profiles.append(measure(workload, precision.forward_context, options.together, report, load, **repeats))
-    profile = _merged(profiles)
-    if options.together > 1:
-        report("links between ranks")
-        profile = _with_links(profile, options.together, options.device)
-    return profile
-
-
-def _require_one_input(form: Form) -> None:
-    """An error for a model that a profile can't call: it takes one tensor, of real numbers or of tokens."""
+    form = form or form_of(subject.model, subject.image)
     if len(form.shapes) != 1 or form.dtypes[0] not in ("float32", "int64"):
         raise UserError(
             f"a profile is of a model with one input of float32 or int64, and this one takes {form}; give --cluster to "
             "plan it without a profile"
         )
+    precisions = {name: make_precision(name, subject.device) for name in subject.precisions}
+    side = form.shapes[0][-1] if len(form.shapes[0]) == 3 else None
+    profiles = []
+    for name, precision in precisions.items():
+        workload = Workload(
+            subject.model,
+            0,
+            subject.classes,
+            form.shapes[0],
+            name,
+            subject.device,
+            subject.threads,
+            subject.samples,
+            on_gpu,
+            _vocabulary(subject) if form.dtypes == ("int64",) else 0,
+            subject.freeze,
+        )
+        with (
+            within_memory(image=side, classes=subject.classes, samples=subject.samples[-1], together=subject.together),
+            preserved_state([torch.cuda.current_device()] if on_gpu else ()),
+            background_load(workload, subject.together - 1) as load,
+        ):
+            if on_gpu:
+                set_fast_flags(precision)
+            context, together = precision.forward_context, subject.together
+            profiles.append(measure(workload, context, together, voice, load, subject.repeats))
+    profile = _merged(profiles)
+    if subject.together > 1:
+        voice.progress("links between ranks")
+        profile = _with_links(profile, subject.together, subject.device)
+    return profile
 
 
-def _vocabulary(options: Any) -> int:
+def _vocabulary(subject: Subject) -> int:
     """How many different tokens the embedding of a model of text takes."""
-    model = meta_model(options.model, options.classes)
+    model = meta_model(subject.model, subject.classes)
     return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=2)
 
 
@@ -135,15 +150,15 @@ def _with_links(profile: Profile, ranks: int, device: str) -> Profile:
     return replace(profile, ceilings=replace(profile.ceilings, transfers=transfers, **sums))
 
 
-def import_profile(options: Any) -> Profile:
+def import_profile(file: str, model: str, samples: str) -> Profile:
     """Read PipeDream's graph.txt."""
-    sizes = read_sizes(options.samples)
+    sizes = _read_sizes(samples)
     if len(sizes) != 1:
-        raise UserError(f"--samples {options.samples} names {len(sizes)} sizes; give the one the file was taken at")
-    return read_pipedream(options.pipedream, options.model, sizes[0])
+        raise UserError(f"--samples {samples} names {len(sizes)} sizes; give the one the file was taken at")
+    return read_pipedream(file, model, sizes[0])
 
 
-def read_sizes(text: str) -> list[int]:
+def _read_sizes(text: str) -> list[int]:
     """The microbatch sizes of --samples."""
     try:
         return [int(part) for part in text.split(",")]
@@ -167,7 +182,51 @@ class Here:
     threads: int = 1  # of each rank on a CPU
 
 
-def ranks_here(device: str, threads: int | None = None) -> tuple[int, int]:
+def profile_here(config: Config, voice: Voice = SILENT, form: Form | None = None, *, is_alone: bool = False) -> Here:
+    """A short profile of a configuration's model on this machine, from the cache where it is there.
+
+    Its device and precision are resolved. `is_alone`: of one process with all of a CPU's cores, beside which none other
+    runs. Notes say that a profile is made.
+    """
+    run, model = config.run, config.model.name
+    devices, threads = (1, num_cores()) if is_alone else _ranks_here(run.device, run.threads)
+    sizes = _sizes_for(config, devices, is_alone=is_alone)
+    subject = Subject(
+        model,
+        sizes[0],
+        (run.precision,),
+        run.device,
+        threads,
+        1 if run.device == "cuda" else devices,
+        config.data.image,
+        config.model.classes,
+        config.model.freeze,
+        _SHORT_REPEATS,
+    )
+    file = cache_folder("profiles") / f"{_key(subject, form or form_of(model, config.data.image))}.json"
+    if file.exists() and not is_given(model):  # an object of a script may be another one each time
+        try:
+            return _here(subject, devices, read_profile(file), file)
+        except UserError:
+            file.unlink()  # of an older format
+    if not is_alone:
+        kept = "" if is_given(model) else f", once; kept in {file.parent}"
+        voice.note(f"profiling {shown(model)} on this machine{kept}")
+    since = _Cores()
+    profile = _short_profile(subject, form, sizes, voice, is_alone=is_alone)
+    others = since.used_by_others()
+    if run.device == "cpu" and others > _BUSY * num_cores():
+        file = file.with_suffix(".busy.json")  # which no later run takes
+        voice.note(
+            f"other programs kept {others:.1f} of {num_cores()} cores busy during the profile, so what it predicts may "
+            "be far off; it is made anew next time"
+        )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    profile.write(file)
+    return _here(subject, devices, profile, file)
+
+
+def _ranks_here(device: str, threads: int | None) -> tuple[int, int]:
     """Ranks that this machine has a device for, and the threads of each: its GPUs, or a few that share its cores."""
     if device == "cuda":
         return torch.cuda.device_count(), 1
@@ -175,90 +234,12 @@ def ranks_here(device: str, threads: int | None = None) -> tuple[int, int]:
     return ranks, threads or max(1, num_cores() // ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What of a model is profiled in short; what is left out is as the model and the machine have it."""
-
-    precision: str
-    image: int | None = None
-    classes: int | None = None
-    freeze: str | None = None
-    device: str | None = None
-    threads: int | None = None
-    batch: int | None = None
-    microbatches: int | None = None
-
-    @staticmethod
-    def of(options: Any) -> Subject:
-        """That of the options of `plan` and of a run."""
-        given: dict[str, Any] = {field.name: getattr(options, field.name, None) for field in fields(Subject)}
-        return Subject(**given)
-
-
-def profile_here(
-    model: str,
-    subject: Subject,
-    progress: Callable[[str], None],
-    form: Form | None = None,
-    *,
-    is_alone: bool = False,
-    announce: Callable[[str], None] | None = None,
-) -> Here:
-    """A short profile of a model on this machine, from the cache where it is there.
-
-    `is_alone`: of one process with all of a CPU's cores, beside which none other runs. `announce`: is told instead of
-    `progress` that a profile is made.
-    """
-    device = subject.device or default_device()
-    devices, threads = (1, num_cores()) if is_alone else ranks_here(device, subject.threads)
-    wanted = SimpleNamespace(
-        model=model,
-        together=1 if device == "cuda" else devices,
-        device=device,
-        precision=subject.precision,
-        threads=threads,
-        image=subject.image,
-        classes=subject.classes,
-        freeze=subject.freeze,
-        repeats=_SHORT_REPEATS,
-    )
-    form = form or form_of(model, subject.image)
-    sizes = _sizes_for(subject, device, devices, is_alone=is_alone)
-    if sizes[0] != _sizes_of(device)[0]:
-        wanted.most = sizes[0]  # a profile of larger microbatches would not do
-    file = cache_folder("profiles") / f"{_key(wanted, form)}.json"
-    if file.exists() and not is_given(model):  # an object of a script may be another one each time
-        try:
-            return _here(device, devices, threads, read_profile(file), file)
-        except UserError:
-            file.unlink()  # of an older format
-    if not is_alone:
-        kept = "" if is_given(model) else f", once; kept in {file.parent}"
-        (announce or progress)(f"profiling {shown(model)} on this machine{kept}")
-    since = _Cores()
-    profile = _short_profile(wanted, form, sizes, progress, is_alone=is_alone)
-    others = since.used_by_others()
-    if device == "cpu" and others > _BUSY * num_cores():
-        file = file.with_suffix(".busy.json")  # which no later run takes
-        (announce or progress)(
-            f"other programs kept {others:.1f} of {num_cores()} cores busy during the profile, so what it predicts may "
-            "be far off; it is made anew next time"
-        )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    profile.write(file)
-    return _here(device, devices, threads, profile, file)
-
-
-def _sizes_of(device: str) -> Sequence[tuple[int, int]]:
-    return _GPU_SIZES if device == "cuda" else _CPU_SIZES
-
-
-def _sizes_for(subject: Subject, device: str, devices: int, *, is_alone: bool) -> Sequence[tuple[int, int]]:
+def _sizes_for(config: Config, devices: int, *, is_alone: bool) -> Sequence[tuple[int, ...]]:
     """The sizes to try, without those that have only larger microbatches than the batch has."""
-    sizes, batch = _sizes_of(device), subject.batch
-    if batch is None:
+    sizes = _GPU_SIZES if config.run.device == "cuda" else _CPU_SIZES
+    if config.plan.batch is None:
         return sizes
-    share = batch // max(devices, subject.microbatches or 1)
+    share = config.plan.batch // max(devices, config.plan.microbatches or 1)
     return [pair for pair in sizes if pair[is_alone] <= share] or [(1, 1)]
 
 
@@ -276,59 +257,50 @@ class _Cores:
 
 
 def _short_profile(
-    wanted: SimpleNamespace,
-    form: Form,
-    sizes: Sequence[tuple[int, int]],
-    progress: Callable[[str], None],
-    *,
-    is_alone: bool,
+    subject: Subject, form: Form | None, sizes: Sequence[tuple[int, ...]], voice: Voice, *, is_alone: bool
 ) -> Profile:
     """Measure microbatches that take a few seconds; smaller ones where a GPU has not the memory for these."""
-    if wanted.device == "cpu":
-        traced = trace_model(wanted.model, wanted.classes, wanted.image, form, wanted.freeze)
-        operations = sum(shape.operations for shape in traced.shapes)
-        most = _SHORT_SECONDS * CORE_RATE * wanted.threads / (_PASSES * max(operations, 1.0))
+    if subject.device == "cpu":
+        shapes = trace_model(subject.model, subject.classes, subject.image, form, subject.freeze).shapes
+        operations = sum(shape.operations for shape in shapes)
+        most = _SHORT_SECONDS * CORE_RATE * subject.threads / (_PASSES * max(operations, 1.0))
         quick = next((pair for pair in sizes if sum(pair) <= most), sizes[-1])
-        samples = _joined(quick[1:] if is_alone else quick)
-        return measure_profile(SimpleNamespace(**vars(wanted), samples=samples), progress, form)
-    for pair in sizes[:-1]:
+        return measure_profile(replace(subject, samples=sample_sizes(quick[1:] if is_alone else quick)), voice, form)
+    for samples in sizes[:-1]:
         try:
-            return measure_profile(SimpleNamespace(**vars(wanted), samples=_joined(pair)), progress, form)
+            return measure_profile(replace(subject, samples=samples), voice, form)
         except UserError as error:
             if error.__cause__ is None or not is_out_of_memory(error.__cause__):
                 raise
             torch.cuda.empty_cache()
-    return measure_profile(SimpleNamespace(**vars(wanted), samples=_joined(sizes[-1])), progress, form)
+    return measure_profile(replace(subject, samples=sample_sizes(sizes[-1])), voice, form)
 
 
-def _joined(sizes: Sequence[int]) -> str:
-    return ",".join(map(str, sizes))
+def _here(subject: Subject, devices: int, profile: Profile, file: Path) -> Here:
+    if subject.device == "cpu":
+        return Here(subject.device, devices, profile, None, None, file, subject.threads)
+    return Here(subject.device, devices, profile, *own_cluster(), file)
 
 
-def _here(device: str, devices: int, threads: int, profile: Profile, file: Path) -> Here:
-    if device == "cpu":
-        return Here(device, devices, profile, None, None, file, threads)
-    machine = import_this_machine(ImportOptions("here", None, None, None, None, 1, None))
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as text:
-        text.write(checked_toml(machine))
-        text.flush()
-        catalog, cluster = open_cluster(text.name)
-    return Here(device, devices, profile, catalog, cluster, file)
+def own_cluster() -> tuple[Catalog, Cluster]:
+    """This machine's GPUs as a cluster, and the catalog with it."""
+    machine = import_this_machine(ImportOptions("here"))
+    catalog = read_catalog((), machine.tables)
+    return catalog, catalog.cluster(machine.name)
 
 
-def _key(wanted: SimpleNamespace, form: Form) -> str:
+def _key(subject: Subject, form: Form) -> str:
     """A name with the model, and a digest of what else a profile depends on."""
-    entry = find_entry(wanted.model)
-    classes = wanted.classes or (entry.classes if entry else None)
-    about = {**vars(wanted), "image": None, "form": str(form), "classes": classes}
+    model, entry = subject.model, find_entry(subject.model)
+    about: dict[str, Any] = asdict(subject) | {"image": None, "form": str(form)}
+    about |= {"classes": subject.classes or (entry.classes if entry else None)}
     about |= {"torch": torch.__version__, "stagewright": __version__, "cores": num_cores()}
-    if wanted.device == "cuda":
+    if subject.device == "cuda":
         about["gpu"] = torch.cuda.get_device_name()
-    if package_of(wanted.model) is not None:
-        about["code"] = version_of(wanted.model)
-    elif ":" in wanted.model:
-        path = Path(wanted.model.partition(":")[0].replace(".", "/") + ".py")
+    if package_of(model) is not None:
+        about["code"] = version_of(model)
+    elif ":" in model:
+        path = Path(model.partition(":")[0].replace(".", "/") + ".py")
         about["code"] = path.stat().st_mtime_ns if path.exists() else 0
     digest = hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:16]
-    name = "".join(letter if letter.isalnum() else "-" for letter in wanted.model)
-    return f"{name}-{digest}"
+    return f"{''.join(letter if letter.isalnum() else '-' for letter in model)}-{digest}"

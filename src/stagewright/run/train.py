@@ -31,7 +31,7 @@ from stagewright.events import Best, Evaluated, Step
 from stagewright.metrics import IMAGES, Unit, format_rate, metric_words
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
-from stagewright.planning.setting import memory_setting
+from stagewright.planning.run_setting import memory_setting
 from stagewright.report.live.progress import Progress
 from stagewright.report.live.terminal import RunConsole, say
 from stagewright.report.read import evaluated_on

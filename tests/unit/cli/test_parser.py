@@ -138,7 +138,7 @@ def test_defaults_are_filled_in_and_do_not_count_as_given() -> None:
     parsed = make_parser().parse_args(["plan", "vgg16", "--batch", "8", "--mode", "sync", "--mode", "stale"])
     parsed.command.complete(parsed)
     assert (parsed.momentum, parsed.nesterov, parsed.software, parsed.output) == (0.9, False, "stagewright", None)
-    assert (parsed.mode, parsed.batch, parsed.json) == (["sync", "stale"], 8, False)
+    assert (parsed.modes, parsed.batch, parsed.json) == (["sync", "stale"], 8, False)
 
 
 def test_a_file_gives_what_it_changes_and_a_flag_whatever_it_is(tmp_path: Path) -> None:

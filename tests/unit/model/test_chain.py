@@ -9,7 +9,7 @@ from stagewright.cluster.catalog import shipped
 from stagewright.model.call import Form
 from stagewright.model.chain import Chain, tied_parameters
 from stagewright.profile.analytic import analytic_table
-from stagewright.profile.shapes import meta_example, trace_shapes
+from stagewright.profile.trace import meta_example, trace_shapes
 from tests import models
 from tests.parity import Case, build, make_job
 

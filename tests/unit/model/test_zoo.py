@@ -12,7 +12,7 @@ from stagewright.model.networks import zoo
 from stagewright.model.networks.convnext import StochasticDepth
 from stagewright.model.networks.language import BERT, GPT
 from stagewright.model.networks.libraries import import_library, is_installed
-from stagewright.planning.traced import trace_model
+from stagewright.planning.traced import chain_of
 from tests.marks import daily
 
 PARAMETERS = {
@@ -511,7 +511,7 @@ def test_equals_torchvisions_model(name: str) -> None:
 @pytest.mark.parametrize("name", daily(zoo.ZOO, 8))
 def test_our_models_run_the_same_for_every_batch(name: str) -> None:
     """What `Chain` takes for granted where one of them stays whole."""
-    traced = trace_model(name).chain
+    traced = chain_of(name)
     assert not traced.is_conditional and not traced.draws and not traced.leaks
     whole = Chain(traced.model, traced.example, way=Way.WHOLE, is_plain=True)
     assert (whole.is_conditional, whole.draws, whole.way) == (False, frozenset(), Way.WHOLE) and whole.trace is None

@@ -17,14 +17,9 @@ from stagewright.errors import UserError
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 from stagewright.planning.predict import predict
-from stagewright.planning.setting import (
-    config_setting,
-    make_setting,
-    memory_setting,
-    planning_setting,
-    prediction_setting,
-)
-from stagewright.planning.traced import trace_model
+from stagewright.planning.run_setting import config_setting, memory_setting, planning_setting, prediction_setting
+from stagewright.planning.setting import make_setting
+from stagewright.planning.traced import chain_of, trace_model
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
 
 SHAPES = trace_model("resnet8", image=16).shapes
@@ -95,7 +90,7 @@ def test_the_measured_machine_has_the_slowest_of_its_links() -> None:
 
 
 def test_a_run_is_planned_by_its_profile_or_by_the_catalog(tmp_path: Path) -> None:
-    chain = trace_model("resnet8", 10, 16).chain
+    chain = chain_of("resnet8", 10, 16)
     placement = parse_placement("0:0-2.0:3")
     measured = planning_setting(config_of(profile_of(*chain.units), tmp_path / "p.json"), chain, placement)
     assert measured is not None and measured.covered == (8, 8)
@@ -133,7 +128,7 @@ def test_the_setting_of_a_model_knows_what_its_cuts_tie() -> None:
     traced = trace_model("tests.models:tied", None, 8)
     (tied,) = traced.tied(("third",))
     assert (tied.names, tied.homes, tied.size) == (("second.weight", "third.weight"), (0, 1), 4 * 4 * 9)
-    weights = sum(parameter.numel() for parameter in traced.chain.model.parameters())
+    weights = sum(parameter.numel() for parameter in chain_of("tests.models:tied", None, 8).model.parameters())
     assert sum(shape.parameters for shape in traced.shapes) == weights
 
 

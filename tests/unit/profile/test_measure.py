@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from argparse import Namespace
 from contextlib import nullcontext
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 
 from stagewright.model.chain import Chain
 from stagewright.profile.measure import Clock, Workload, build_workload, measure, sample_sizes, time_units
-from stagewright.run.profile import measure_profile
+from stagewright.run.profile import Subject, measure_profile
 
 
 def workload(model: str, samples: tuple[int, ...] = (2, 4)) -> Workload:
@@ -70,18 +69,7 @@ def test_the_slow_unit_gets_its_time_and_no_other() -> None:
 
 
 def test_profiles_of_several_precisions_are_merged() -> None:
-    options = Namespace(
-        model="tests.models:plain",
-        samples="2",
-        precision="fp32,bf16",
-        device="cpu",
-        threads=1,
-        together=1,
-        freeze=None,
-        image=8,
-        classes=None,
-    )
-    profile = measure_profile(options, lambda text: None)
+    profile = measure_profile(Subject("tests.models:plain", (2,), ("fp32", "bf16"), "cpu", image=8))
     assert [table.precision for table in profile.tables] == ["fp32", "bf16"]
     assert profile.at("bf16", 2).units[0].output * 2 == profile.at("fp32", 2).units[0].output
     assert profile.ceilings is not None and set(profile.ceilings.matrix) == {"fp32", "bf16"}

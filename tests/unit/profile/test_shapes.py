@@ -8,7 +8,8 @@ from torch import nn
 
 from stagewright.model.chain import Chain
 from stagewright.planning.traced import trace_model
-from stagewright.profile.shapes import Kind, Shape, trace_shapes
+from stagewright.profile.shapes import Kind, Shape
+from stagewright.profile.trace import trace_shapes
 from tests.models import residual
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +12,13 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from stagewright.cli.parser import completed
 from stagewright.cluster.catalog import open_cluster
+from stagewright.config.commands import completed
 from stagewright.config.sections import Config
 from stagewright.config.toml import make_config, read_toml
 from stagewright.errors import UserError
 from stagewright.hardware.devices import default_precision, with_devices
+from stagewright.planning.question import Question
 from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
 from stagewright.run import plan as planning
@@ -26,6 +26,7 @@ from stagewright.run import prepare as preparing
 from stagewright.run import profile as profiles
 from stagewright.run.plan import ask, auto_plan_lines, find_plan
 from stagewright.run.prepare import prepare
+from stagewright.run.profile import Subject
 from stagewright.run.train import run
 from stagewright.voice import Voice
 from tests.commands import prints
@@ -43,9 +44,7 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch, *majors: int) -> None:
 def fake_four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpus(monkeypatch, 8, 8, 8, 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 3090")
-    monkeypatch.setattr(profiles, "import_this_machine", lambda options: None)
-    monkeypatch.setattr(profiles, "checked_toml", lambda machine: "")
-    monkeypatch.setattr(profiles, "open_cluster", lambda path: open_cluster("rtx-2080ti-4"))
+    monkeypatch.setattr(profiles, "own_cluster", lambda: open_cluster("rtx-2080ti-4"))
     monkeypatch.setattr(planning, "num_devices", lambda device: 4)
 
 
@@ -55,22 +54,23 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Made:
     found: Made = []
     units = trace_model(MODEL).shapes
 
-    def measured(options: Any, report: object, form: object) -> Profile:
-        found.append((options.together, options.threads))
+    def measured(subject: Subject, voice: object = None, form: object = None) -> Profile:
+        found.append((subject.together, subject.threads))
+        (precision,) = subject.precisions
         tables = tuple(
             Table(
-                options.precision,
+                precision,
                 samples,
                 tuple(
                     Unit(unit.name, str(unit.kind), 1e-4 * samples, 2e-4 * samples, 10, 4, 4, 4, 4, frozen=0)
                     for unit in units
                 ),
             )
-            for samples in map(int, options.samples.split(","))
+            for samples in subject.samples
         )
-        links = tuple(Transfer(a, 1 - a, 1e9, 1e-5) for a in range(options.together) if options.together == 2)
-        ceilings = Ceilings({options.precision: 1e11}, 1e10, 1e9, 1e9 if links else None, links)
-        return Profile(MODEL, options.device, "stagewright", (3, 32, 32), options.together, ceilings, tables)
+        links = tuple(Transfer(a, 1 - a, 1e9, 1e-5) for a in range(subject.together) if subject.together == 2)
+        ceilings = Ceilings({precision: 1e11}, 1e10, 1e9, 1e9 if links else None, links)
+        return Profile(MODEL, subject.device, "stagewright", (3, 32, 32), subject.together, ceilings, tables)
 
     fake_gpus(monkeypatch)
     monkeypatch.setattr(profiles, "measure_profile", measured)
@@ -88,9 +88,9 @@ def resolved(**plan: Any) -> Config:
     return with_devices(make_config({"model": model, "data": {"image": 32}, "plan": plan}))
 
 
-def auto_plan_of(config: Config, announce: Callable[[str], None] = lambda line: None, **more: Any) -> planning.AutoPlan:
-    traced = trace_model(MODEL)
-    return find_plan(config, traced.chain.example.form, traced.chain.units, None, announce, **more)
+def auto_plan_of(config: Config, note: Callable[[str], None] = lambda line: None, **more: Any) -> planning.AutoPlan:
+    units = [shape.name for shape in trace_model(MODEL).shapes]
+    return find_plan(Question(config), units, None, Voice(note=note), **more)
 
 
 def test_auto_is_the_gpus_in_bf16_where_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,12 +156,11 @@ def test_plan_takes_the_precision_that_train_would_or_that_of_the_profile(
     made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def precision_of(**given: Any) -> str:
-        return ask(completed("plan", {"model": MODEL, "batch": 64, **given}), lambda text: None).setting.precision
+        return ask(Question.of("plan", completed("plan", {"model": MODEL, "batch": 64, **given}))).setting.precision
 
     file = tmp_path / "profile.json"
     for precision in ("bf16", "fp32"):
-        options = SimpleNamespace(together=2, threads=1, samples="8,32", device="cpu", precision=precision)
-        profiles.measure_profile(options, lambda text: None, None).write(file)
+        profiles.measure_profile(Subject(MODEL, (8, 32), (precision,), "cpu", together=2)).write(file)
         assert precision_of(profile=str(file)) == precision
     assert (precision_of(), precision_of(cluster="rtx-2080ti-4")) == ("fp32", "fp32")
     assert precision_of(cluster="rtx-2080ti-4", precision="fp16") == "fp16"
@@ -184,8 +183,7 @@ def candidates(config: Config) -> tuple[Any, ...]:
 
 
 def test_what_needs_no_search_has_none(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    traced = trace_model(MODEL)
-    short = find_plan(resolved(), traced.chain.example.form, traced.chain.units, 2, lambda line: None)
+    short = find_plan(Question(resolved()), [shape.name for shape in trace_model(MODEL).shapes], 2)
     emulated = make_config({"model": {"name": MODEL}, "plan": {"batch": 32}, "run": {"emulate": True}})
     alone = auto_plan_of(with_devices(emulated))
     monkeypatch.setattr(planning, "num_devices", lambda device: 1)

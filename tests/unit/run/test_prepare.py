@@ -16,7 +16,7 @@ from stagewright.errors import UserError, within_memory
 from stagewright.hardware.devices import require_cuda
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
-from stagewright.planning.traced import trace_model
+from stagewright.planning.traced import chain_of
 from stagewright.profile.profile import Profile, Table, Unit
 from stagewright.run.defaults import resolve_model
 from stagewright.run.prepare import memory_advice, prepare, require_devices
@@ -145,7 +145,7 @@ def test_every_machine_of_nodes_needs_a_stage() -> None:
 
 
 def test_a_run_with_a_profile_is_predicted_once(tmp_path: Path) -> None:
-    chain = trace_model("resnet8", 10, 16).chain
+    chain = chain_of("resnet8", 10, 16)
     units = tuple(Unit(name, "linear", 1.0, 2.0, 9, 9, 9, 9, 9) for name in chain.units)
     table = Table("fp32", 2, units)
     Profile("resnet8", "cpu", "stagewright", (3, 16, 16), 1, None, (table,)).write(tmp_path / "p.json")

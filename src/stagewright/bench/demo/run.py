@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ from stagewright.planning.setting import make_setting
 from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Profile
 from stagewright.run.prepare import prepare
-from stagewright.run.profile import measure_profile
+from stagewright.run.profile import Subject, measure_profile
 from stagewright.voice import SILENT, Voice
 
 MODEL, BATCH, OPTIMIZER, LR = "vgg-small", 64, "adamw", 0.001
@@ -158,18 +157,8 @@ def run_demo(voice: Voice = SILENT, length: Length | None = None, *, loopback: b
 def take_profile(voice: Voice) -> Profile:
     """How long the model's units take on this machine with both cores at work, and the link between processes."""
     voice.progress(f"profiling {MODEL}: two processes at once, one thread each")
-    options = SimpleNamespace(
-        model=MODEL,
-        together=_RANKS,
-        device="cpu",
-        samples=",".join(map(str, _PROFILED)),
-        precision="fp32",
-        threads=1,
-        image=SIDE,
-        classes=CLASSES,
-        freeze=None,
-    )
-    return measure_profile(options, lambda text: None)
+    subject = Subject(MODEL, _PROFILED, ("fp32",), "cpu", together=_RANKS, image=SIDE, classes=CLASSES)
+    return measure_profile(subject)
 
 
 def setting_on(profile: Profile, link: Link | None) -> Setting:

@@ -1,8 +1,8 @@
 """A command: its options, its arguments and the name of the function that runs it; and the parser of one.
 
-A `Command` names the function that runs it, such as `plan:run`: `cli.main` imports it once the command line is parsed.
-It is one of two lazy imports of the package, so that `stagewright --help` starts without torch, numpy, pydantic or
-rich.
+A `Command` names the function that runs it, such as `plan:run`, which is imported once the command line is parsed
+(`imported`): one of two lazy imports of the package, so that `stagewright --help` starts without torch, numpy, pydantic
+or rich, and `plan` without torch where cluster and model are known.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NoReturn
 
-from stagewright.cli.command.options import Taken, one_of, take
+from stagewright.cli.command.options import add_option, one_of, take
 from stagewright.cli.command.screen import command_screen, epilog, filled, help_formatter
-from stagewright.config.rules import check_rules
+from stagewright.config.commands import Taken, with_defaults
 from stagewright.config.sections import RENAMED
 from stagewright.errors import did_you_mean, nearest, printable
 
@@ -24,6 +25,13 @@ USER_ERROR = 2  # the exit code of every error that a user can fix
 RUN, MODEL = "run", "model"  # kinds of arguments that a shell completes by name
 _MOST_SHOWN = 800  # characters of an error
 _RENAMED_FLAGS = {f"--{old.partition('.')[2]}": f"--{new.partition('.')[2]}" for old, new in RENAMED.items()}
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """A function by its module and name, such as `cli.plan:run`: only then are the module and torch imported."""
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(import_module(f"stagewright.{module}"), function)
+    return found
 
 
 def one_line(message: str) -> str:
@@ -111,7 +119,8 @@ class Command:
     @property
     def takes(self) -> tuple[Taken, ...]:
         """All options."""
-        return (*self.options, *(take("--json") if self.has_json else ()))
+        has_json = any(option.flag == "--json" for option in self.options)
+        return self.options if has_json or not self.has_json else (*self.options, *take("--json"))
 
     @property
     def described(self) -> dict[str, Any]:
@@ -145,7 +154,7 @@ class Command:
         for option in self.takes:
             if option.group not in groups:
                 groups[option.group] = parser.add_argument_group(option.group)
-            option.add_to(groups[option.group])
+            add_option(option, groups[option.group])
             parser.flags += option.flags
 
     def complete(self, parsed: argparse.Namespace) -> None:
@@ -153,10 +162,4 @@ class Command:
 
         Options of a configuration stay as they were given: it has their defaults, and checks them with its files.
         """
-        own = [option for option in self.takes if option.dest != option.key]
-        given = {option.flag for option in own if option.dest in parsed}
-        for option in own:
-            if option.flag not in given:
-                setattr(parsed, option.dest, [] if option.is_repeated else option.default)
-            option.check(getattr(parsed, option.dest))
-        check_rules({option.flag: getattr(parsed, option.dest) for option in own}, given, self.name)
+        vars(parsed).update(with_defaults(self.takes, vars(parsed), self.name))

@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from stagewright.cli.command.options import add_option
+
 _NAME = 12  # columns of a command's name
 
 
@@ -47,7 +49,7 @@ def command_screen(command: _Command) -> str:
         heading = "" if first else option.group
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
-        option.add_to(groups[heading])
+        add_option(option, groups[heading])
     return parser.format_help()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stagewright.cli.command.command import MODEL, RUN, Command
-from stagewright.cli.command.options import Taken
+from stagewright.config.commands import Taken
 
 _RUN_OPTIONS = ("--resume",)
 _NAMES = r"""    for folder in runs/*/; do

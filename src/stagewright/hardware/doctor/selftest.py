@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from stagewright.config.toml import FIXED, make_config
 from stagewright.errors import UserError, counted, first_line
+from stagewright.hardware.devices import with_devices
 from stagewright.hardware.doctor.plain import CLASSES, MOMENTUM, RATE, SEED, Task, Trained, train_plain
 from stagewright.hardware.environment import read_environment
 from stagewright.hardware.rows import Row, append_rows, hardware_of, software_of
@@ -34,7 +35,7 @@ from stagewright.planning.planner import choose
 from stagewright.planning.predict import predict
 from stagewright.planning.setting import make_setting
 from stagewright.planning.traced import trace_model
-from stagewright.run.profile import Here, Subject, profile_here
+from stagewright.run.profile import Here, profile_here
 from stagewright.run.train import Result, run
 from stagewright.runtime.process.link_test import measure_links
 from stagewright.voice import SILENT, Voice
@@ -229,7 +230,8 @@ class _Selftest:
 
     @cached_property
     def _here(self) -> Here:
-        return profile_here(self._effort.model, Subject(self._effort.precision), self._voice.progress)
+        tables = {"model": {"name": self._effort.model}, "run": {"precision": self._effort.precision}}
+        return profile_here(with_devices(make_config(tables)), replace(self._voice, note=self._voice.progress))
 
     @cached_property
     def _setting(self) -> Setting:

@@ -20,7 +20,7 @@ from stagewright.hardware.doctor import selftest
 from stagewright.hardware.doctor.selftest import Check, CheckState, Effort, UnderTest, run_checks, runs_on
 from stagewright.planning.traced import trace_model
 from stagewright.profile.profile import Ceilings, Profile, Table, Transfer, Unit
-from stagewright.run.profile import Here, Subject
+from stagewright.run.profile import Here
 from stagewright.run.train import Result, run
 from tests.commands import fails, prints
 
@@ -33,8 +33,9 @@ def emulated(config: Config) -> Result:
     return run(replace(config, run=replace(config.run, emulate=True)))
 
 
-def profiled(model: str, subject: Subject, *_: object) -> Here:
+def profiled(config: Config, *_: object) -> Here:
     """Units that take a millisecond each and have many weights, so that stages win; measured at 2 and 4 samples."""
+    model = config.model.name
     names = [shape.name for shape in trace_model(model).shapes]
     units = tuple(Unit(name, "conv", 1e-3, 2e-3, 10**7, 9, 9, 9, 9) for name in names)
     ceilings = Ceilings({"fp32": 1e9}, 1e9, 5e8, 1e8, (Transfer(0, 1, 1e9, 1e-5),))
