@@ -15,7 +15,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -95,6 +95,18 @@ class Observation:
         return False
 
 
+def _is_of(o: Observation, family: str) -> bool:
+    return any(shipped().device(kind).family.name == family for kind in o.kinds)
+
+
+def _is_on(o: Observation, host: str) -> bool:
+    return o.host == host
+
+
+def _loses(o: Observation, name: str) -> bool:
+    return o.devices > 1 and _LOSSES[name][1](o)
+
+
 def _observe_row(reading: Reading) -> Observation:
     row = reading.row
     return Observation(
@@ -157,75 +169,52 @@ class Parameter:
     touches: Callable[[Observation], bool]
 
 
+_SHARES = {
+    "convolution": {"fp32": (0.9, 0.15), "tf32": (0.32, 0.25), "fp16": (0.75, 0.15)},
+    "product": {"fp32": (0.85, 0.2), "tf32": (0.6, 0.2), "fp16": (0.75, 0.2)},
+}
+
+
 def parameters(observed: Sequence[Observation]) -> list[Parameter]:
     """The figures that the observations may move, and those that only have a prior."""
     found = []
-    shares = {
-        "convolution": {"fp32": (0.9, 0.15), "tf32": (0.32, 0.25), "fp16": (0.75, 0.15)},
-        "product": {"fp32": (0.85, 0.2), "tf32": (0.6, 0.2), "fp16": (0.75, 0.2)},
-    }
-    for kind, known in shares.items():
-        is_convolution = kind == "convolution"
+    for kind, known in _SHARES.items():
         for units, (mean, spread) in known.items():
-
-            def touches(o: Observation, units: str = units, convolution: bool = is_convolution) -> bool:
-                return o.uses(units, convolution=convolution)
-
-            found.append(Parameter(("kernels", kind, units), mean, spread, touches))
+            uses = partial(Observation.uses, units=units, convolution=kind == "convolution")
+            found.append(Parameter(("kernels", kind, units), mean, spread, uses))
             for family in _FAMILIES:
-
-                def within(
-                    o: Observation, units: str = units, convolution: bool = is_convolution, family: str = family
-                ) -> bool:
-                    return o.uses(units, convolution=convolution, family=family)
-
                 prior = _KEPLER if family == "kepler" else 1.0
-                found.append(Parameter(("family", family, kind, units), prior, 0.1, within))
+                found.append(Parameter(("family", family, kind, units), prior, 0.1, partial(uses, family=family)))
     found.append(Parameter(("kernels", "memory"), 0.72, 0.1, lambda o: True))
     found.append(Parameter(("kernels", "grouped"), 0.2, 0.4, lambda o: o.uses("fp32", convolution=True)))
     found.append(Parameter(("kernels", "slope"), 0.3, 0.4, lambda o: o.precision not in ("fp64", "ieee")))
     for family in _FAMILIES:
-
-        def of_family(o: Observation, family: str = family) -> bool:
-            return any(shipped().device(kind).family.name == family for kind in o.kinds)
-
-        found.append(Parameter(("family", family, "memory"), _MEMORY_PRIORS.get(family, 1.0), 0.08, of_family))
-    for name, (mean, applies) in _LOSSES.items():
-
-        def loses(o: Observation, applies: Callable[[Observation], bool] = applies) -> bool:
-            return o.devices > 1 and applies(o)
-
-        found.append(Parameter(("shared", name), mean, 0.8, loses))
+        path = ("family", family, "memory")
+        found.append(Parameter(path, _MEMORY_PRIORS.get(family, 1.0), 0.08, partial(_is_of, family=family)))
+    for name, (mean, _) in _LOSSES.items():
+        found.append(Parameter(("shared", name), mean, 0.8, partial(_loses, name=name)))
     for software in _SOFTWARE:
         found += _of_software(software)
     for host in sorted({o.host for o in observed if o.host is not None}):
-
-        def on_host(o: Observation, host: str = host) -> bool:
-            return o.host == host
-
-        found.append(Parameter(("hosts", host), *_HOST_PRIOR, on_host))
+        found.append(Parameter(("hosts", host), *_HOST_PRIOR, partial(_is_on, host=host)))
     found.append(Parameter(("link", "host-copy", "bandwidth"), 1.5e9, 0.5, lambda o: o.is_staged))
     found.append(Parameter(("loader", "decode"), 566.0, 0.2, lambda o: o.software in ("oneflow", "pipedream")))
     return found
 
 
 def _of_software(software: str) -> list[Parameter]:
-    def touches(o: Observation) -> bool:
-        return o.software == software
+    def parameter(name: str, prior: float, spread: float, applies: Callable[[Observation], bool]) -> Parameter:
+        path = ("software", software, name)
+        return Parameter(path, prior, spread, lambda o: o.software == software and applies(o))
 
-    found = [Parameter(("software", software, "overhead"), 3e-3 if software == "tensorflow" else 1e-3, 0.5, touches)]
-    for name, (_, applies) in _LOSSES.items():
-
-        def loses(o: Observation, applies: Callable[[Observation], bool] = applies) -> bool:
-            return touches(o) and o.devices > 1 and applies(o)
-
-        found.append(Parameter(("software", software, name), 1.0, 0.5, loses))  # times what all of them lose
+    found = [parameter("overhead", 3e-3 if software == "tensorflow" else 1e-3, 0.5, lambda o: True)]
+    for name in _LOSSES:  # times what all of them lose
+        found.append(parameter(name, 1.0, 0.5, partial(_loses, name=name)))
     if software != _REFERENCE:
         prior, spread = (0.8, 0.3) if software == "pipedream" else (1.0, 0.1)
-        found.append(Parameter(("software", software, "efficiency"), prior, spread, touches))
+        found.append(parameter("efficiency", prior, spread, lambda o: True))
     if software == "pipedream":
-        path = ("software", software, "parallel_efficiency")
-        found.append(Parameter(path, 0.8, 0.3, lambda o: touches(o) and not o.is_staged))
+        found.append(parameter("parallel_efficiency", 0.8, 0.3, lambda o: not o.is_staged))
     return found
 
 

@@ -24,35 +24,17 @@ from stagewright.profile.shapes import Shape
 
 _MAKERS = re.compile(r"\b(nvidia|geforce|tesla|amd|gpu|graphics|gpus)\b")
 _SIZE = re.compile(r"(\d+)\s?gb?$|(sxm\d?|pcie|founders ?edition|fe|oc)$")
-_SOFTWARE = (  # the first word that a software's text has decides
+_PYTORCH = (
+    "pytorch|torch|timm|apex|lightning|fastai|ffcv|composer|hugging|transformers|deepspeed|megatron|caffe|chainer"
+)
+_SOFTWARE = (  # the first that a software's text has decides
     ("stagewright", "stagewright"),  # first: our rows also name torch
-    ("mxnet", "mxnet"),
-    ("oneflow", "oneflow"),
-    ("pipedream", "pipedream"),
-    ("paddle", "paddle"),
-    ("xla", "tensorflow-xla"),
-    ("jax", "tensorflow-xla"),
-    ("tensorflow", "tensorflow"),
-    ("tf_cnn", "tensorflow"),
-    ("tf1", "tensorflow"),
-    ("tf2", "tensorflow"),
-    ("keras", "tensorflow"),
+    *((name, name) for name in ("mxnet", "oneflow", "pipedream", "paddle")),
+    ("xla|jax", "tensorflow-xla"),
+    ("tensorflow|tf_cnn|tf1|tf2|keras", "tensorflow"),
     ("flax", "tensorflow-xla"),
     ("mindspore", "paddle"),
-    ("pytorch", "pytorch"),
-    ("torch", "pytorch"),
-    ("timm", "pytorch"),
-    ("apex", "pytorch"),
-    ("lightning", "pytorch"),
-    ("fastai", "pytorch"),
-    ("ffcv", "pytorch"),
-    ("composer", "pytorch"),
-    ("hugging", "pytorch"),
-    ("transformers", "pytorch"),
-    ("deepspeed", "pytorch"),
-    ("megatron", "pytorch"),
-    ("caffe", "pytorch"),
-    ("chainer", "pytorch"),
+    (_PYTORCH, "pytorch"),
 )
 _LAYOUTS = (("nhwc", True), ("channels_last", True), ("channels last", True), ("nchw", False))
 _NGC_CHANNELS_LAST = 20.10  # NGC's PyTorch examples run mixed precision channels last from about this release on
@@ -114,7 +96,7 @@ def read_row(row: Row, catalog: Catalog) -> Reading | Unknown:
     if shapes is None:
         return Unknown(row, f"unknown model '{row.model}'")
     text = row.software.lower()
-    software = next((name for word, name in _SOFTWARE if word in text), None)
+    software = next((name for words, name in _SOFTWARE if re.search(words, text)), None)
     if software is None:
         return Unknown(row, f"unknown software '{row.software}'")
     wanted = row.precision.lower()

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,13 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.outcome import Outcome, Ratio, new_outcome, ratio_of
 from stagewright.bench import data
 from stagewright.bench.data import BATCH, SAMPLES, Images, batch_rate, forms, loader_rate, loader_rows
-from stagewright.bench.pictures import InMemory
+from stagewright.bench.pictures import HEIGHT, WIDTH, InMemory, make_jpegs
 from stagewright.bench.result import Row, measured_row
-from stagewright.data.augment import View
-from stagewright.data.decode import is_jpeg
+from stagewright.data.augment import Augmentation, Cropping, View
+from stagewright.data.decode import Decoder, is_jpeg, render
 from stagewright.data.formats.index import IndexBuilder, load_index, save_index
+from stagewright.data.order import Order
+from stagewright.data.pool import LoaderOptions, Pool
 from stagewright.data.processes import ProcessPool
 from stagewright.errors import UserError, counted
 from stagewright.model.networks.libraries import import_library
@@ -39,6 +42,7 @@ from stagewright.model.networks.libraries import import_library
 Transform = Callable[[bytes], Tensor]
 _IMAGENET = 1_281_167
 _TURNS = 3
+_SMALL_BATCH = 16
 _PREFETCHED = 2  # batches of each of torch's workers, by default
 
 
@@ -46,8 +50,7 @@ def measure(
     repeats: int | None, images: int | None = None, most_threads: int | None = None, indexed: int = _IMAGENET
 ) -> Outcome:
     """Time all sides in turns, then loaders and an index."""
-    repeats = data.REPEATS if repeats is None else repeats
-    images = data.IMAGES if images is None else images
+    repeats, images = repeats or data.REPEATS, images or data.IMAGES
     torch.set_num_threads(1)
     large = data.photographs()
     views = large.views(0, range(images))
@@ -67,9 +70,41 @@ def measure(
         repeats,
         rows=(ours, *others, *loaders),
         ratios=(*(ratio_of(ours, other) for other in others), *beside_torchvision),
-        figures=data.overheads(large, *longer)
-        | {f"seconds to load an index of {indexed} records": _index_load(indexed)},
+        figures=_overheads(large, *longer) | {f"seconds to load an index of {indexed} records": _index_load(indexed)},
     )
+
+
+def _overhead(images: Images, repeats: int, count: int) -> float:
+    """Processor seconds per image of the loader, minus those of decoding and cropping in a plain loop.
+
+    The loop writes to as much memory as the loader, since that much does not stay in the caches.
+    """
+    size = _SMALL_BATCH
+    buffers = torch.zeros((LoaderOptions().ahead + 1) * size, *2 * (images.augmentation.side,), 3, dtype=torch.uint8)
+    order, batches, differences = Order(count, size), count // size, []
+    for epoch in range(repeats):
+        numbers = range(epoch * batches, (epoch + 1) * batches)
+        loader = images.loader(Pool(1), size, count, numbers.stop)
+        began = time.process_time()
+        for number in numbers:
+            loader.pixels(number)
+        loader.close()
+        through_loader = time.process_time() - began
+        indices = [int(index) for number in numbers for index in order.microbatch(number, 1)]
+        views, decoder = images.views(epoch, indices), Decoder()
+        began = time.process_time()
+        for number, (index, view) in enumerate(zip(indices, views, strict=True)):
+            render(decoder.decode(images.encoded[index % len(images.encoded)]), view, buffers[number % len(buffers)])
+        differences.append((through_loader - (time.process_time() - began)) / len(indices))
+    return median(differences)
+
+
+def _overheads(large: Images, repeats: int, images: int) -> dict[str, float]:
+    """What the loader takes beyond decoding, for small images and large ones."""
+    small = Images(make_jpegs(32, 32), Augmentation(32, Cropping.PADDED), 32, 32)
+    beyond = "microseconds per image that the loader takes beyond decoding"
+    sizes = {"32x32": small, f"{WIDTH}x{HEIGHT}": large}
+    return {f"{beyond}, {size}": 1e6 * _overhead(one, repeats, images) for size, one in sizes.items()}
 
 
 def _index_load(records: int) -> float:

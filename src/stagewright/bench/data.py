@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 
 import torch
 
@@ -31,24 +30,20 @@ BATCH = 64
 SAMPLES = 1000 * BATCH  # of an epoch, more than any turn loads
 SECONDS = 1.0  # of a measurement
 REPEATS, IMAGES, MOST_THREADS = 15, 64, 2  # unless options say otherwise
-_SMALL_BATCH = 16
 Way = Callable[[bytes, View], object]  # from an encoded image to a crop
 
 
 def measure(repeats: int | None, images: int | None, most_threads: int | None) -> Outcome:
-    """Time decoding and whole loaders, and what a loader costs beside."""
-    repeats = REPEATS if repeats is None else repeats
-    images = IMAGES if images is None else images
+    """Time decoding by one thread, and whole loaders."""
+    repeats, photos, path = repeats or REPEATS, photographs(), our_path(SIDE)
     torch.set_num_threads(1)
-    large = photographs()
-    path, views = our_path(SIDE), large.views(0, range(images))
-    decoded = measured_row(large.title, "one thread", [path_rate(path, large.encoded, views) for _ in range(repeats)])
-    rows = [decoded]
-    for what, form in forms(large).items():
-        rows += loader_rows(f"loader, {what}", form, MOST_THREADS if most_threads is None else most_threads)
-    figures = overheads(large, max(repeats // 4, 1), 8 * images)  # longer, so that starting a loader hardly counts
+    views = photos.views(0, range(images or IMAGES))
+    rates = [path_rate(path, photos.encoded, views) for _ in range(repeats)]
+    rows = [measured_row(photos.title, "one thread", rates)]
+    for what, form in forms(photos).items():
+        rows += loader_rows(f"loader, {what}", form, most_threads or MOST_THREADS)
     title = "Decoding, random resized crop and flip, and whole loaders"
-    return new_outcome("data", title, repeats, rows=tuple(rows), figures=figures)
+    return new_outcome("data", title, repeats, rows=tuple(rows))
 
 
 def photographs() -> Images:
@@ -81,38 +76,6 @@ class Images:
         source = ImageSource(InMemory(self.encoded, images), self.augmentation, NORMALIZATIONS["imagenet"])
         share = ReplicaSlice(TrainingSampler(Order(images, batch), 1), 1, stop)
         return ImageLoader(source, share, LoaderOptions(), pool)
-
-    def overhead(self, repeats: int, images: int) -> float:
-        """Processor seconds per image of the loader, minus those of decoding and cropping in a plain loop.
-
-        The loop writes to as much memory as the loader, since that much does not stay in the caches.
-        """
-        size = _SMALL_BATCH
-        buffers = torch.zeros((LoaderOptions().ahead + 1) * size, *2 * (self.augmentation.side,), 3, dtype=torch.uint8)
-        order, batches, differences = Order(images, size), images // size, []
-        for epoch in range(repeats):
-            numbers = range(epoch * batches, (epoch + 1) * batches)
-            loader = self.loader(Pool(1), size, images, numbers.stop)
-            began = time.process_time()
-            for number in numbers:
-                loader.pixels(number)
-            loader.close()
-            through_loader = time.process_time() - began
-            indices = [int(index) for number in numbers for index in order.microbatch(number, 1)]
-            views, decoder = self.views(epoch, indices), Decoder()
-            began = time.process_time()
-            for number, (index, view) in enumerate(zip(indices, views, strict=True)):
-                render(decoder.decode(self.encoded[index % len(self.encoded)]), view, buffers[number % len(buffers)])
-            differences.append((through_loader - (time.process_time() - began)) / len(indices))
-        return median(differences)
-
-
-def overheads(large: Images, repeats: int, images: int) -> dict[str, float]:
-    """What the loader takes beyond decoding, for small images and large ones."""
-    small = Images(make_jpegs(32, 32), Augmentation(32, Cropping.PADDED), 32, 32)
-    beyond = "microseconds per image that the loader takes beyond decoding"
-    sizes = {"32x32": small, f"{WIDTH}x{HEIGHT}": large}
-    return {f"{beyond}, {size}": 1e6 * one.overhead(repeats, images) for size, one in sizes.items()}
 
 
 def our_path(side: int) -> Way:

@@ -46,10 +46,6 @@ class Interval:
     def inverse(self) -> Interval:
         return Interval(1 / self.value, 1 / self.high, 1 / self.low)
 
-    def __str__(self) -> str:
-        digits = 0 if abs(self.value) >= 100 else 2
-        return f"{self.value:,.{digits}f} ({self.low:,.{digits}f} - {self.high:,.{digits}f})"
-
 
 class Answer(StrEnum):
     """Whether one side is slower than the other."""
