@@ -21,6 +21,7 @@ from stagewright.run.prepare import prepare
 from stagewright.runtime.job import Job
 from stagewright.runtime.process.launch import launch
 from stagewright.runtime.process.log import Ledger
+from stagewright.voice import Voice
 
 ROUNDS = 50  # of four segments: with, without, without, with the monitor
 SEGMENT_SECONDS = 1.0
@@ -61,7 +62,7 @@ class Segments:
         self._progress(f"segment {self._done + 1} of {4 * ROUNDS}")
         self._began = step
         if self._is_watched:
-            self._monitor = make_monitor(self._job, lambda use: None, self._progress)
+            self._monitor = make_monitor(self._job, lambda use: None, Voice(warn=self._progress))
             self._monitor.start()
 
     def _end(self, step: Step) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stagewright.config.sections import Config
 from stagewright.errors import Interrupted, RunFailed, UserError, printable
-from stagewright.report.live.terminal import say
+from stagewright.report.live.terminal import say, voice_of
 from stagewright.run.opening import Launch, Opening
 from stagewright.run.prepare import headline
 from stagewright.run.train import Host, begun, hosted, run
@@ -98,7 +98,7 @@ class Local:
         if isinstance(given, Config) and given.run.threads is None and not given.run.emulate:
             given = replace(given, run=replace(given.run, threads=torch.get_num_threads()))  # emulated: as real ranks
         self._stack, console = ExitStack(), _Quiet(stderr=True)
-        voice = Voice(lambda warning: say(console, f"warning: {warning}"))
+        voice = Voice(voice_of(console).warn)
         made = self._stack.enter_context(begun(given, voice, Launch(is_scripted=True)))
         self.job, self._chain = made.job, made.chain
         self.history = read_history(self.job)

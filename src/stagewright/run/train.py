@@ -33,7 +33,7 @@ from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
 from stagewright.planning.run_setting import memory_setting
 from stagewright.report.live.progress import Progress
-from stagewright.report.live.terminal import RunConsole, say
+from stagewright.report.live.terminal import RunConsole, voice_of
 from stagewright.report.read import evaluated_on
 from stagewright.report.run import run_page
 from stagewright.run.export import export_checkpoint, export_states, require_target
@@ -147,11 +147,7 @@ class _Asked:
 
     @property
     def voice(self) -> Voice:
-        return Voice(lambda warning: self.say(f"warning: {warning}"), self.say, self.progress)
-
-    def say(self, *lines: str) -> None:
-        self.progress.clear()
-        say(self.console, *lines)
+        return voice_of(self.console, self.progress)
 
 
 def run(
@@ -200,14 +196,15 @@ def _run(given: Config | Opening, asked: _Asked, site: Site | None, group: Exter
     )
     with begun((group and group.restarted_job()) or given, voice, launch) as made:
         job = made.job
-        asked.say(*headline(job))
+        for line in headline(job):
+            voice.note(line)
         if other is not None:
             return _run_other_machine(job, other, asked)
         if group is not None:
             group.publish(job)
         if made.prediction is not None and made.interval is None:  # else the line about the layout has said it
             unit = job.throughput_unit
-            asked.say(f"predicted: {format_rate(unit.of(made.prediction.images_per_second))} {unit.rate}")
+            voice.note(f"predicted: {format_rate(unit.of(made.prediction.images_per_second))} {unit.rate}")
         with hosted(made, voice, asked.console, asked.callbacks, asked.progress) as host:
             host.exported = _execute(made, host, site or group, asked)
         assert host.result is not None
@@ -272,14 +269,12 @@ def hosted(
     try:
         with (
             RunConsole(console, steps, job.plan.batch, every, data, unit, progress, world) as shown,
-            tracked(job.config, folder, shown.warn, unit) as track,
-            Ledger(
-                job, fan_out(track, shown.show, callbacks), Voice(shown.warn), lambda: callbacks.is_stopping
-            ) as ledger,
-            monitored(job, track, shown.warn) as monitor,
+            tracked(job.config, folder, shown.voice, unit) as track,
+            Ledger(job, fan_out(track, shown.show, callbacks), shown.voice, lambda: callbacks.is_stopping) as ledger,
+            monitored(job, track, shown.voice) as monitor,
             _advised(job, ledger),
         ):
-            host = Host(ledger, shown.say)
+            host = Host(ledger, shown.voice.note)
             yield host
         if ledger.stopped_at is not None:
             host.exported = _stopped(job, ledger.stopped_at, callbacks)
@@ -384,8 +379,8 @@ def _how_to_resume(job: Job, done: int = 0) -> str:
 
 def _run_other_machine(job: Job, site: Site, asked: _Asked) -> Result:
     """Run the ranks of a machine that is not the host; the host collects their events."""
-    with monitored(job, lambda use: None, lambda warning: asked.say(f"warning: {warning}"), site.index) as monitor:
-        is_stopping = launch(job, None, NewestCheckpoint(job), site, asked.say, asked.script, asked.spare)
+    with monitored(job, lambda use: None, asked.voice, site.index) as monitor:
+        is_stopping = launch(job, None, NewestCheckpoint(job), site, asked.voice.note, asked.script, asked.spare)
     if is_stopping:
         raise Interrupted("with the other machines")
     return _silent_result(job, machine=site.index, use=usage_totals(monitor))

@@ -26,6 +26,7 @@ from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, S
 from stagewright.metrics import IMAGES, MIB, Span, Timeline, Unit, format_rate, metric_words, steady_rate
 from stagewright.report.columns import Column, Row
 from stagewright.report.live.progress import Progress
+from stagewright.voice import Voice
 
 _PASTED = re.compile(r"(^|: )(stagewright |--\w).*[^.]$")  # a command or its options, up to the end of the line
 _UNBOUNDED = 10**6  # columns of what is no terminal: more than any table or sentence has
@@ -65,6 +66,17 @@ def _wrapped(text: Text, width: int) -> Iterable[Text]:
 def print_lines(*lines: str) -> None:
     """Print lines as they are to standard output, whatever its width: a command to paste stays one line."""
     say(open_console(), *lines, soft_wrap=True)
+
+
+def voice_of(console: Console, progress: Progress | None = None) -> Voice:
+    """Warnings and notes as lines of a console, for which the line of progress makes room."""
+    shown = progress or Progress()
+
+    def note(line: str) -> None:
+        shown.clear()
+        say(console, line)
+
+    return Voice(lambda warning: note(f"warning: {warning}"), note, shown)
 
 
 def answer(found: Any, *lines: str, as_json: bool) -> None:
@@ -200,7 +212,7 @@ class RunConsole:
 
         Until its first line a terminal shows that ranks start; anywhere else `starting` is told.
         """
-        self._starting, self._ranks = starting or Progress(), ranks
+        self.voice, self._ranks = voice_of(console, starting), ranks
         self._unit = unit
         self._evaluated_on = evaluated_on  # training data, validation data
         self._console = console
@@ -223,18 +235,11 @@ class RunConsole:
     def __enter__(self) -> RunConsole:
         self._progress.start()
         if not self._console.is_terminal:
-            self._starting(f"starting {counted(self._ranks, 'rank')}")
+            self.voice.progress(f"starting {counted(self._ranks, 'rank')}")
         return self
 
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
-
-    def say(self, line: str) -> None:
-        self._starting.clear()
-        say(self._console, line)
-
-    def warn(self, warning: str) -> None:
-        self.say(f"warning: {warning}")
 
     def show(self, record: Step | Evaluated | Replaced | Saved | Unsaved | Restarted | Resumed) -> None:
         match record:
@@ -245,17 +250,17 @@ class RunConsole:
             case Restarted() | Resumed():
                 self._interrupted.add(record.batch)
             case Unsaved():
-                self.warn(f"no checkpoint after step {record.batch}: {record.reason}; training continues")
+                self.voice.warn(f"no checkpoint after step {record.batch}: {record.reason}; training continues")
             case Replaced():
-                self.warn(f"bad record replaced by the next: {record.reason}")
+                self.voice.warn(f"bad record replaced by the next: {record.reason}")
             case Saved():
                 paused = f"training paused for {record.seconds * 1e3:.0f} ms{_reason_for(record)}"
                 size = f"{record.bytes / MIB:.1f} MiB"
-                self.say(f"checkpoint after step {record.batch}{_as_best(record)}: {size}, {paused}")
+                self.voice.note(f"checkpoint after step {record.batch}{_as_best(record)}: {size}, {paused}")
             case Evaluated():
                 values = "  ".join((f"loss {record.loss:.4f}", *metric_words(record.metrics, 2)))
                 on = f"({record.samples} samples of the {self._evaluated_on})"
-                self.say(f"evaluation after step {record.batch}: {values}  {on}")
+                self.voice.note(f"evaluation after step {record.batch}: {values}  {on}")
                 self._interrupted.add(record.batch)
 
     def _show_step(self, step: Step) -> None:
@@ -266,7 +271,7 @@ class RunConsole:
             speed = steady_rate(self._since, self._batch_size, self._interrupted)
             rate = f"  {format_rate(self._unit.of(speed.rate))} {self._unit.rate}" if speed else ""
             number = f"{done:>{len(str(self._batches))}}/{self._batches}"
-            self.say(f"epoch {step.epoch + 1}  step {number}  loss {step.loss:.4f}  lr {step.lr:.4g}{rate}")
+            self.voice.note(f"epoch {step.epoch + 1}  step {number}  loss {step.loss:.4f}  lr {step.lr:.4g}{rate}")
             self._since = [step]
 
 

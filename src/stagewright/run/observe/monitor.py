@@ -21,7 +21,7 @@ from stagewright.hardware.monitor import Monitor
 from stagewright.runtime.comm.device import gpu_of
 from stagewright.runtime.job import Job
 from stagewright.runtime.status_file import read_process, status_path
-from stagewright.voice import Voice
+from stagewright.voice import SILENT, Voice
 
 Callback = Callable[[Record], object]
 _SHORTEST = 0.05  # seconds; sampling more often would itself load the machine
@@ -35,19 +35,19 @@ def check_monitor_rate(config: Config) -> None:
 
 
 def monitored(
-    job: Job, listen: Callable[[Usage], None], warn: Callable[[str], None], machine: int = 0
+    job: Job, listen: Callable[[Usage], None], voice: Voice = SILENT, machine: int = 0
 ) -> AbstractContextManager[Monitor | None]:
     """Monitor this machine's ranks at the configured rate; None where the rate is 0."""
-    return make_monitor(job, listen, warn, machine) if job.config.run.monitor_every else nullcontext()
+    return make_monitor(job, listen, voice, machine) if job.config.run.monitor_every else nullcontext()
 
 
-def make_monitor(job: Job, listen: Callable[[Usage], None], warn: Callable[[str], None], machine: int = 0) -> Monitor:
+def make_monitor(job: Job, listen: Callable[[Usage], None], voice: Voice = SILENT, machine: int = 0) -> Monitor:
     """A monitor of this machine's ranks, not started yet."""
     name = "monitor.jsonl" if machine == 0 else f"monitor-{machine}.jsonl"
     find = (lambda nvml: run_gpus(job, machine, nvml)) if job.config.run.device == "cuda" else None
     every = job.config.run.monitor_every
     ranks = partial(rank_processes, job, machine)
-    return Monitor(Path(job.folder) / name, every, ranks, find, listen, Voice(warn=warn), job.start)
+    return Monitor(Path(job.folder) / name, every, ranks, find, listen, voice, job.start)
 
 
 def fan_out(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -21,6 +21,7 @@ from stagewright.errors import UserError, printable
 from stagewright.events import Evaluated, Step, Usage
 from stagewright.metrics import IMAGES, Unit
 from stagewright.report.markdown import as_row
+from stagewright.voice import Voice
 
 CLOSE_SECONDS = 30.0  # to send what is still queued when the run ends
 MOST_QUEUED = 100_000  # events
@@ -42,14 +43,12 @@ def require_tracker(config: Config) -> None:
 
 
 @contextmanager
-def tracked(
-    config: Config, folder: Path, warn: Callable[[str], None], unit: Unit = IMAGES
-) -> Iterator[Callable[[object], None]]:
+def tracked(config: Config, folder: Path, voice: Voice, unit: Unit = IMAGES) -> Iterator[Callable[[object], None]]:
     """Yield the function that takes the events of a run, and close the tracker at the end."""
     if config.run.track == "none":
         yield lambda event: None
         return
-    sender = _Sender(_open(config, folder), config.run.track, warn, unit)
+    sender = _Sender(_open(config, folder), config.run.track, voice, unit)
     try:
         yield sender.take
     finally:
@@ -59,11 +58,11 @@ def tracked(
 class _Sender:
     """A thread that sends events to a tracker, one after the other."""
 
-    def __init__(self, tracker: Tracker, name: str, warn: Callable[[str], None], unit: Unit = IMAGES) -> None:
+    def __init__(self, tracker: Tracker, name: str, voice: Voice, unit: Unit = IMAGES) -> None:
         self._unit = unit
         self._tracker = tracker
         self._name = name
-        self._warn = warn
+        self._voice = voice
         self._step = 0
         self._is_behind = False
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -76,13 +75,15 @@ class _Sender:
             self._events.put(event)
         elif self._thread.is_alive() and not self._is_behind:
             self._is_behind = True
-            self._warn(f"{self._name} is {MOST_QUEUED} events behind and loses some; the run folder has them all")
+            self._voice.warn(f"{self._name} is {MOST_QUEUED} events behind and loses some; the run folder has them all")
 
     def close(self) -> None:
         self._events.put(None)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            self._warn(f"{self._name} did not take all events in {CLOSE_SECONDS:.0f} s; the run folder has them all")
+            self._voice.warn(
+                f"{self._name} did not take all events in {CLOSE_SECONDS:.0f} s; the run folder has them all"
+            )
 
     def _send(self) -> None:
         try:
@@ -94,7 +95,7 @@ class _Sender:
             self._tracker.close()
         except Exception as error:  # of the network, the disk, another release of the package
             words = " ".join(str(error).split())[:200]
-            self._warn(f"{self._name} stopped taking events: {type(error).__name__}: {words}; training continues")
+            self._voice.warn(f"{self._name} stopped taking events: {type(error).__name__}: {words}; training continues")
 
 
 def values_of(event: object, unit: Unit = IMAGES) -> dict[str, float]:

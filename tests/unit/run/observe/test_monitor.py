@@ -62,7 +62,7 @@ def test_finds_started_ranks_by_their_status_files(tmp_path: Path) -> None:
 
 
 def test_a_rate_of_zero_means_no_monitor(tmp_path: Path) -> None:
-    with monitored(job("0:0", tmp_path, monitor_every=0.0), print, print) as monitor:
+    with monitored(job("0:0", tmp_path, monitor_every=0.0), print) as monitor:
         assert monitor is None
     assert not list(tmp_path.iterdir())
 

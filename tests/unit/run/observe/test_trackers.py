@@ -18,6 +18,7 @@ from stagewright.config.toml import make_config
 from stagewright.events import Evaluated, GpuUsage, RankUsage, Saved, Step, Usage
 from stagewright.metrics import Unit
 from stagewright.run.observe.trackers import require_tracker, tracked, values_of
+from stagewright.voice import SILENT, Voice
 
 STEP = Step(4, 0, 2.5, 0.1, 1.0, 300.0)
 USE = Usage(1.0, 2.0, 900, (GpuUsage("GPU-a", 3, 80, 0.5, 250.0),), (RankUsage(1, 70, 0.5, 60),))
@@ -107,7 +108,7 @@ def config(tracker: str) -> Any:
 def test_every_tracker_gets_steps_evaluations_use_and_configuration(log: Log, tmp_path: Path, tracker: str) -> None:
     warnings: list[str] = []
     require_tracker(config(tracker))
-    with tracked(config(tracker), tmp_path, warnings.append) as take:
+    with tracked(config(tracker), tmp_path, Voice(warn=warnings.append)) as take:
         for record in (STEP, Evaluated(5, 10, 2.0, {"top1": 0.25, "top5": 0.5}), USE, Saved(5, 10, 0.1)):
             take(record)
     assert log.values[:3] == [(5, "train/loss", 2.5), (5, "train/lr", 0.1), (5, "train/images_per_second", 300.0)]
@@ -137,7 +138,7 @@ def test_warns_once_when_a_tracker_fails(log: Log, tmp_path: Path) -> None:
 
     log.on_log = fail
     warnings: list[str] = []
-    with tracked(config("wandb"), tmp_path, warnings.append) as take:
+    with tracked(config("wandb"), tmp_path, Voice(warn=warnings.append)) as take:
         for _ in range(3):
             take(STEP)
     (warning,) = warnings
@@ -150,7 +151,7 @@ def test_a_run_ends_although_its_tracker_hangs(log: Log, tmp_path: Path, monkeyp
     monkeypatch.setattr("stagewright.run.observe.trackers.MOST_QUEUED", 2)
     log.on_log = lambda: freed.wait(30)
     warnings: list[str] = []
-    with tracked(config("wandb"), tmp_path, warnings.append) as take:
+    with tracked(config("wandb"), tmp_path, Voice(warn=warnings.append)) as take:
         for _ in range(9):
             take(STEP)
     freed.set()
@@ -205,13 +206,13 @@ def test_metrics_and_the_unit_of_throughput_have_their_names() -> None:
 def test_no_tracker_is_imported_by_default(tmp_path: Path) -> None:
     require_tracker(make_config())
     before = set(sys.modules)
-    with tracked(make_config(), tmp_path, print) as take:
+    with tracked(make_config(), tmp_path, SILENT) as take:
         take(STEP)
     assert not {"wandb", "mlflow", "tensorboard"} & (set(sys.modules) - before) and not list(tmp_path.iterdir())
 
 
 def test_writes_tensorboard_files_where_it_is_installed(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    with tracked(config("tensorboard"), tmp_path, print) as take:
+    with tracked(config("tensorboard"), tmp_path, SILENT) as take:
         take(STEP)
     assert list((tmp_path / "tensorboard").iterdir())
