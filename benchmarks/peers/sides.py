@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from stagewright.bench.demo import sides
 from stagewright.bench.demo.process import Runner
-from stagewright.bench.demo.sides import batches, fused_optimizer, open_store, stock_loss
+from stagewright.bench.demo.sides import batches, open_store, stock_loss
 from stagewright.data.sources import Fields
 from stagewright.model.pieces import Piece
 from stagewright.model.probe import Value
@@ -32,6 +32,7 @@ from stagewright.runtime.job import Job
 from stagewright.runtime.precision import precision_of
 from stagewright.runtime.process.assemble import open_model, open_pieces
 from stagewright.runtime.process.torch_flags import set_flags
+from stagewright.runtime.stage.optimizer import stock_optimizer
 
 _CPU = torch.device("cpu")
 _MIDDLE = (0.25, 0.85)  # of a segment: where the pipeline neither fills nor drains
@@ -129,7 +130,7 @@ class OneFOneB(_OnDevice):
         values = [self._inputs[0, : job.plan.samples], *_boundaries(job)]
         stage = PipelineStage(module, rank, world, _CPU, input_args=values[rank], output_args=values[rank + 1])
         self._schedule = Schedule1F1B(stage, job.plan.microbatches, nn.functional.cross_entropy)
-        self._optimizer = fused_optimizer(job, module)
+        self._optimizer = stock_optimizer(job.config.optimizer, module.parameters())
 
     def train(self, first: int, steps: int) -> None:
         """Train some batches; the pipeline drains before each update."""
@@ -156,7 +157,7 @@ class Plain(_OnDevice):
         device = open_device(job.config.run.device, 0, share=True).device
         self._inputs, self._labels = static_batch(job, device)
         model = open_model(job.config, device)
-        self._optimizer = fused_optimizer(job, model)
+        self._optimizer = stock_optimizer(job.config.optimizer, model.parameters())
         self._model = torch.compile(model, dynamic=False) if job.config.run.compile else model
         self._scaler = torch.amp.GradScaler(device.type, enabled=self._precision.is_scaled)
 

@@ -30,6 +30,7 @@ from stagewright.runtime.process.assemble import assemble, open_data, open_model
 from stagewright.runtime.process.rank import wait_for
 from stagewright.runtime.process.session import Session
 from stagewright.runtime.process.torch_flags import keep_freed_memory, set_flags
+from stagewright.runtime.stage.optimizer import stock_optimizer
 from stagewright.runtime.stage.recorder import make_recorder
 from stagewright.runtime.status_file import status_path
 
@@ -59,7 +60,7 @@ class Ddp(Runner):
         self._inputs, self._labels = self.samples(job, rank, device)
         model = open_model(job.config, device)
         self._module = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self._optimizer = fused_optimizer(job, self._module)
+        self._optimizer = stock_optimizer(job.config.optimizer, self._module.parameters())
         is_cosine = job.config.schedule.kind == "cosine"
         self._rates = CosineAnnealingLR(self._optimizer, job.batches) if is_cosine else None
         self.rank = rank
@@ -114,17 +115,6 @@ def batches(job: Job) -> tuple[Tensor, Tensor]:
     inputs, labels = only_pair(source.batch(torch.arange(count * job.plan.batch).numpy()), source.targets)
     shape = (count, job.plan.batch)
     return inputs.view(*shape, *inputs.shape[1:]), labels.view(*shape)
-
-
-def fused_optimizer(job: Job, module: nn.Module) -> torch.optim.Optimizer:
-    """Fused, like Stagewright's: the fastest that torch has."""
-    config = job.config.optimizer
-    if config.name == "adamw":
-        betas = (config.beta1, config.beta2)
-        return torch.optim.AdamW(
-            module.parameters(), config.lr, betas, config.eps, weight_decay=config.weight_decay, fused=True
-        )
-    return torch.optim.SGD(module.parameters(), config.lr, config.momentum, fused=True)
 
 
 class Stagewright(Runner):

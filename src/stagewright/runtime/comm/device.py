@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,29 +26,17 @@ class Reading:
         return self._tensor
 
 
-class Device(Protocol):
-    """Where a rank computes."""
-
-    device: torch.device
-
-    def seed(self, seed: int) -> None:
-        """Seed the generator that the device's random operations use."""
-        ...
-
-    def read(self, tensor: Tensor) -> Reading:
-        """Start to copy a small tensor to the host, while the device keeps computing."""
-        ...
-
-
 class Cpu:
     """The CPU, where every result is available as soon as its operation returns."""
 
     device = torch.device("cpu")
 
     def seed(self, seed: int) -> None:
+        """Seed the generator that the device's random operations use."""
         torch.default_generator.manual_seed(seed)
 
     def read(self, tensor: Tensor) -> Reading:
+        """Start to copy a small tensor to the host, while the device keeps computing."""
         return Reading(tensor)
 
 
@@ -84,6 +71,9 @@ class Gpu:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
             yield
+
+
+Device = Cpu | Gpu  # where a rank computes
 
 
 def record_event() -> torch.cuda.Event:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from stagewright.runtime.comm.transport import Collective, Pending
 
-_AVERAGED = ("running_mean", "running_var")
-_SUMMED = ("num_batches_tracked",)
+_AVERAGED, _SUMMED, _FIRST = range(3)  # what counts for all replicas: the mean, the sum, or the first replica's
+_KINDS = {"running_mean": _AVERAGED, "running_var": _AVERAGED, "num_batches_tracked": _SUMMED}
 
 
 class Statistics:
@@ -25,7 +25,7 @@ class Statistics:
         self, module: nn.Module, changed: Collection[str], collective: Collective, replica: int, replicas: int
     ) -> None:
         self._module = module
-        named = [(name, buffer) for name, buffer in module.named_buffers() if name in changed or _is_statistic(name)]
+        named = [(name, buffer) for name, buffer in module.named_buffers() if name in changed or _kind(name) != _FIRST]
         self._names = [name for name, _ in named]
         widths = [_numbers(buffer).numel() for _, buffer in named]
         kinds = [_kind(name) for name in self._names]
@@ -82,13 +82,9 @@ def _numbers(buffer: Tensor) -> Tensor:
     return torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 
-def _is_statistic(name: str) -> bool:
-    return is_averaged(name) or is_summed(name)
-
-
 def _kind(name: str) -> int:
-    """What counts for all replicas: 0 the mean, 1 the sum, 2 the first replica's."""
-    return 0 if is_averaged(name) else 1 if is_summed(name) else 2
+    """What of a buffer counts for all replicas."""
+    return _KINDS.get(name.rpartition(".")[2], _FIRST)
 
 
 def mean_buffers(replicas: Sequence[Mapping[str, Tensor]], counts: Sequence[int]) -> dict[str, Tensor]:
@@ -96,22 +92,17 @@ def mean_buffers(replicas: Sequence[Mapping[str, Tensor]], counts: Sequence[int]
     weights = torch.tensor(counts, dtype=torch.float64)
     mean: dict[str, Tensor] = {}
     for name, first in replicas[0].items():
-        if not _is_statistic(name):
+        if _kind(name) == _FIRST:
             mean[name] = first
             continue
         rows = torch.stack([buffers[name].double() for buffers in replicas])
-        mean[name] = (_weighted_mean(rows, weights) if is_averaged(name) else rows.sum(0)).to(first.dtype)
+        mean[name] = (_weighted_mean(rows, weights) if _kind(name) == _AVERAGED else rows.sum(0)).to(first.dtype)
     return mean
-
-
-def is_averaged(name: str) -> bool:
-    """Whether a buffer is a running statistic, whose mean over the replicas counts."""
-    return name.rpartition(".")[2] in _AVERAGED
 
 
 def is_summed(name: str) -> bool:
     """Whether a buffer counts batches, so that the sum over the replicas counts."""
-    return name.rpartition(".")[2] in _SUMMED
+    return _kind(name) == _SUMMED
 
 
 def share_of(total: Tensor, replica: int, replicas: int) -> Tensor:

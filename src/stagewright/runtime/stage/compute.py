@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,23 +46,10 @@ class ComputeOptions:
     obstacle: str | None = None  # why auto does not capture this stage
 
 
-class Compute(Protocol):
-    """Runs a stage."""
-
-    def forward(self, slot: int, arguments: Sequence[object]) -> tuple[Any, Release]:
-        """The stage's output, and a function to call once its backward is done."""
-        ...
-
-    @property
-    def overwrites(self) -> bool:
-        """Whether a later backward overwrites the gradients of this one's inputs."""
-        ...
-
-
 class Eager:
     """Calls the module, compiled or not; all versions of the weights share it."""
 
-    overwrites = False
+    overwrites = False  # a later backward overwrites the gradients of this one's inputs
 
     def __init__(
         self, module: nn.Module, precision: Precision, names: Sequence[str] = (), *, is_compiled: bool
@@ -74,6 +61,7 @@ class Eager:
         self._keeps_casts = not is_compiled  # compiled code does that itself; a capture calls it without, too
 
     def forward(self, slot: int, arguments: Sequence[object]) -> tuple[Any, Release]:
+        """The stage's output, and a function to call once its backward is done."""
         return self(arguments), lambda: None
 
     def __call__(self, arguments: Sequence[object]) -> Any:
@@ -231,6 +219,9 @@ def _copied(made: Any) -> Any:
     if type(made) is not tuple:
         return made  # the last stage's, from which the loss is computed at once
     return tuple(value.clone() if isinstance(value, Tensor) else value for value in made)
+
+
+Compute = Eager | CudaGraphs
 
 
 def make_compute(

@@ -237,6 +237,13 @@ def class_of(facts: OptimizerFacts) -> Callable[..., torch.optim.Optimizer]:
     return found
 
 
+def stock_optimizer(config: OptimizerConfig, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """The optimizer that the options name as a plain script has it: on a model's own parameters, as fast as it is."""
+    facts = OPTIMIZERS[config.name]
+    arguments = _arguments(facts, config, Group.of_all(config)) | ({"fused": True} if facts.is_fused else {})
+    return class_of(facts)(parameters, lr=config.lr, weight_decay=config.weight_decay, **arguments)
+
+
 def _arguments(facts: OptimizerFacts, config: OptimizerConfig, group: Group) -> dict[str, Any]:
     """What the class of an optimizer gets for a group: its own settings, else those of the options."""
     known = vars(config) | asdict(group)
