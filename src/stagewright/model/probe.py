@@ -103,10 +103,12 @@ class Given:
     names: tuple[str, ...] = ("input",)  # the field that each input is
     fields: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def map(self, make: Callable[[Tensor], Tensor]) -> Given:
+        fields = {name: make(tensor) for name, tensor in self.fields.items()}
+        return replace(self, inputs=self.inputs.map(make), fields=fields)
+
     def first(self, samples: int) -> Given:
-        return replace(
-            self, inputs=self.inputs.first(samples), fields={name: t[:samples] for name, t in self.fields.items()}
-        )
+        return self.map(lambda tensor: tensor[:samples])
 
 
 Measure = Callable[[Any, Watched], Any]  # the loss, or in evaluation the loss and the metrics
@@ -122,11 +124,13 @@ def probe(
     device: str = "cpu",
     is_conditional: bool = False,
     watches_inputs: bool = False,
+    on_values: bool = False,
 ) -> Probe:
     """Run every stage on fake tensors, as one process would, and record what passes from each to the next.
 
     Fake tensors pretend to be on the run's device, since autocast's types depend on it. If the model's code reads
-    values, which fake tensors don't have, it runs on copies of the real tensors. `is_conditional` says that another
+    values, which fake tensors don't have, it runs on copies of the real tensors; so it does with `on_values`, which is
+    quicker than to import what fake ones need where model and samples are small. `is_conditional` says that another
     sample may take another path: then any parameter may be reached, and any value may need a gradient. Without a loss
     to `measure`, gradients come from everything that the model returns. `watches_inputs`: find out whether the inputs
     are only cast.
@@ -137,7 +141,7 @@ def probe(
         for piece in pieces:
             piece.train(training)
         try:
-            with fake_tensors(device) as make:
+            with nullcontext(partial(copied, device=device)) if on_values else fake_tensors(device) as make:
                 found = study(make)
         except NEEDS_VALUES:
             found, is_conditional = study(partial(copied, device=device)), True

@@ -24,7 +24,7 @@ from stagewright.model.standin import Build, Make, analysing, copied, fake_tenso
 
 Context = Callable[[], AbstractContextManager[Any]]
 SIZES = (2, 3)  # the numbers of samples that a forward is recorded with
-_CHEAP = 5 * 10**10  # parameters x elements of a sample
+_CHEAP = 5 * 10**10  # parameters x elements of a sample, of which a recording runs a few
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def trace(
                 recording = Recorder(twin, {}, {}).run(example, True, context)
             return Trace(recording, recording, modes)
         fake = partial(_on_fake_tensors, context=context, device=device, modes=modes)
-        if not on_values and not _is_cheap(twin, example, device):
+        if not on_values and not is_cheap(twin, example, device):
             if (found := fake(twin, example)) is not None:
                 return found
             twin, on_values = twin_of(model, build), True
@@ -113,13 +113,13 @@ def _forward_errors() -> Iterator[None]:
         raise Untraceable(f"its forward raised {type(error).__name__}: {first_line(error, 160)}") from error
 
 
-def _is_cheap(model: nn.Module, example: Inputs, device: str) -> bool:
+def is_cheap(model: nn.Module, example: Inputs, device: str, share: float = 1.0) -> bool:
     """Whether a forward of a few samples takes less time than to import what fake tensors need."""
     parameters = list(model.parameters())
     if device != "cpu":
         return bool(parameters) and parameters[0].device.type == device  # this process computes on the GPU anyway
     largest = max(1, *(tensor[:1].numel() for tensor in example.tensors))
-    return sum(parameter.numel() for parameter in parameters) * largest <= _CHEAP
+    return sum(parameter.numel() for parameter in parameters) * largest * share <= _CHEAP
 
 
 def _trace(twin: nn.Module, example: Inputs, context: Context, make: Make, modes: Modes) -> Trace:
