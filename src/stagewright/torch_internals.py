@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+from torch.autograd import graph
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "unset_fake_temporarily",
 ]
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_SKIPPED = "__dynamo_disable"  # an attribute of functions: what runs in their place
 TABLES = frozenset(vars(nn.Module()))  # of every module: its mode, hooks, parameters, buffers and modules
 
 
@@ -71,6 +73,32 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def resize_into(planes: Tensor, target: Tensor) -> None:
     """Resize images, antialiased bilinear, straight into `target`."""
     torch.ops.aten._upsample_bilinear2d_aa.out(planes, list(target.shape[2:]), False, None, None, out=target)
+
+
+def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """As torch.autograd.backward, which imports sympy to compare shapes: half a second of every process."""
+    run: Any = graph._engine_run_backward
+    run(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def step_plainly(optimizer: torch.optim.Optimizer) -> None:
+    """A step of one of torch's optimizers without its hooks, which import the compiler: a second of every process."""
+    step: Any = inspect.unwrap(type(optimizer).step)
+    with torch.no_grad():
+        step(optimizer)
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Within, torch makes an optimizer without importing its compiler, which would otherwise be told to skip it."""
+    add: Any = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    if (is_known := hasattr(add, _SKIPPED)) is False:
+        setattr(add, _SKIPPED, add)
+    try:
+        yield
+    finally:
+        if not is_known:
+            delattr(add, _SKIPPED)
 
 
 def keep_gpu_busy(cycles: int) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.model.call import call, differentiable
+from stagewright.torch_internals import backward as backward_from
 
 Modes = dict[str, tuple[bool, bool]]  # of each module: whether it trains in training, and in evaluation
 
@@ -94,7 +95,7 @@ class Step:
         """Backward from all that it returned, by default from ones; the gradients of what entered, apart."""
         roots = differentiable(self.output)
         if roots:
-            torch.autograd.backward(roots, [*map(torch.ones_like, roots)] if gradients is None else gradients)
+            backward_from(roots, [*map(torch.ones_like, roots)] if gradients is None else gradients)
         leaves = [value for value in self.entered if _is_differentiable(value)]
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
 

@@ -32,6 +32,7 @@ from stagewright.model.standin import (
 from stagewright.model.walk import require_output
 from stagewright.torch_internals import (
     NEEDS_VALUES,
+    backward,
     memory_of,
     tree_flatten,
     tree_leaves,
@@ -192,7 +193,7 @@ def _run(
         require_output(step.output, training=training)
         measured = _measure(step.output, given, measure, stand_in)
         if training:
-            torch.autograd.backward(measured.roots, [torch.ones_like(root) for root in measured.roots])
+            backward(measured.roots, [torch.ones_like(root) for root in measured.roots])
         reached = frozenset(name for name, tensor in states.items() if training and tensor.grad is not None)
         after = {name: buffer for module in modules for name, buffer in module.named_buffers(remove_duplicate=False)}
         changed = frozenset(name for name, buffer in after.items() if versions.get(name) != _mark(buffer))

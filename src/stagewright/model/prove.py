@@ -300,7 +300,7 @@ def _run_author(model: nn.Module, given: Inputs, seed: int, *, training: bool) -
         output = given.map(torch.clone).call(model)
     if training:
         roots = differentiable(output)
-        torch.autograd.backward(roots, _weights_of(roots, seed))
+        torch_internals.backward(roots, _weights_of(roots, seed))
     gradients = {name: _dense(parameter.grad) for name, parameter in model.named_parameters(remove_duplicate=False)}
     # One that a forward makes is compared once a later one changes it: until then it only says that it was made.
     changed = {name: value for name, value in _attributes(model).items() if before.get(name, value) != value}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from stagewright.run.train import Result
 from stagewright.runtime.checkpoint.folder import open_checkpoint
 from tests.commands import fails, prints
 from tests.keeping import same_bits
+from tests.waiting import LONG
 
 TOP1 = {1: 0.25, 2: 0.5, 3: 0.125, 4: 0.375, 5: 0.25, 6: 0.75}  # by batch
 OPTIONS: dict[str, Any] = {
@@ -135,3 +138,13 @@ def test_exports_no_average_of_a_run_without_one(tmp_path: Path, capsys: pytest.
     target = str(tmp_path / "w.safetensors")
     said = fails(capsys, "checkpoint", "export", str(plain.folder), target, "--weights", "ema")
     assert "has no averaged weights; train with --ema" in said
+
+
+def test_a_small_run_imports_no_compiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It takes a second of every process; the shapes and the proof are known from a run before."""
+    text = "train --model resnet8 --emulate --placement 0:0.0:1 --cut layer2.0.conv1 --batch 8 --steps 1 --runs"
+    prints(capsys, *text.split(), str(tmp_path))
+    code = "import sys; from stagewright.cli.main import main; main(); print('torch._dynamo' in sys.modules)"
+    command = [sys.executable, "-c", code, *text.split(), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, check=True)
+    assert done.stdout.splitlines()[-1] == "False"

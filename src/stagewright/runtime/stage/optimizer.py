@@ -28,6 +28,7 @@ from stagewright.runtime.stage.own_optimizer import (
     numbers_of,
 )
 from stagewright.runtime.stage.versions import Parameter
+from stagewright.torch_internals import step_plainly, without_compiler
 
 COUNTS = "optimizer/steps"  # a kind of a checkpoint's files
 _MOMENTUM = "momentum_buffer"
@@ -122,9 +123,9 @@ class Optimizer:
         self.rates.apply(update, self.inner.param_groups)
         if self.own is None and self.inner.defaults.get("fused"):
             self.inner.found_inf = found_inf  # type: ignore[attr-defined]  # its kernel skips the update
-            self.inner.step()
+            step_plainly(self.inner)
         elif found_inf is None or not found_inf.item():
-            self.inner.step()
+            step_plainly(self.inner) if self.own is None else self.inner.step()
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -204,7 +205,8 @@ def _registered(
         {"params": members, "lr": group.lr, "weight_decay": group.weight_decay, **_arguments(facts, config, group)}
         for group, members in _grouped(weights, parameters, groups)
     ]
-    inner = class_of(facts)(made, **({"fused": True} if facts.is_fused else {}))
+    with without_compiler():
+        inner = class_of(facts)(made, **({"fused": True} if facts.is_fused else {}))
     has_momentum = any(group.momentum for group in groups)  # otherwise fused SGD starts from uninitialised memory
     keys = [key for key in facts.state if key != _MOMENTUM or has_momentum]
     state = {key: torch.zeros_like(weights.master) for key in keys}

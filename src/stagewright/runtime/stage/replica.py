@@ -27,6 +27,7 @@ from stagewright.runtime.stage.compute import ComputeOptions, make_compute
 from stagewright.runtime.stage.gradients import GradientBuffers
 from stagewright.runtime.stage.optimizer import Optimizer
 from stagewright.runtime.stage.versions import Average, VersionRing
+from stagewright.torch_internals import backward
 
 
 @dataclass(slots=True)
@@ -158,7 +159,7 @@ class Replica:
         with accumulating:
             pairs = [(root, g) for root, g in zip(kept.roots, incoming.tensors, strict=True) if root.requires_grad]
             if pairs:  # what this microbatch did not compute from a parameter has no gradient
-                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+                backward(*zip(*pairs, strict=True))
         if not self.stage.is_first:
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.leaves]
             if self.compute.overwrites:
