@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from stagewright.config.sections import Config
 from stagewright.config.toml import as_tables
@@ -28,11 +28,8 @@ MOST_QUEUED = 100_000  # events
 _LONGEST_PARAMETER = 250  # characters that MLflow accepts
 
 
-class Tracker(Protocol):
-    """The part of a tracking service that a run needs."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
+# What of a tracking service a run needs: a function that gets a step and its values, and one that ends it.
+Tracker = tuple[Callable[[int, Mapping[str, float]], object], Callable[[], object]]
 
 
 def require_tracker(config: Config) -> None:
@@ -60,7 +57,7 @@ class _Sender:
 
     def __init__(self, tracker: Tracker, name: str, voice: Voice, unit: Unit = IMAGES) -> None:
         self._unit = unit
-        self._tracker = tracker
+        self._log, self._close = tracker
         self._name = name
         self._voice = voice
         self._step = 0
@@ -91,8 +88,8 @@ class _Sender:
                 values = values_of(event, self._unit)
                 self._step = event.batch + 1 if isinstance(event, Step) else self._step
                 if values:
-                    self._tracker.log(self._step, values)
-            self._tracker.close()
+                    self._log(self._step, values)
+            self._close()
         except Exception as error:  # of the network, the disk, another release of the package
             words = " ".join(str(error).split())[:200]
             self._voice.warn(f"{self._name} stopped taking events: {type(error).__name__}: {words}; training continues")
@@ -139,59 +136,42 @@ def _open(config: Config, folder: Path) -> Tracker:
         ) from error
 
 
-class _TensorBoard:
-    def __init__(self, folder: Path, parameters: Mapping[str, Any]) -> None:
-        module = importlib.import_module("torch.utils.tensorboard")
-        self._writer = module.SummaryWriter(str(folder / "tensorboard"))
-        rows = "\n".join(as_row((name, str(value))) for name, value in parameters.items())
-        self._writer.add_text("config", f"| option | value |\n|---|---|\n{rows}", 0)
+def _tensorboard(folder: Path, parameters: Mapping[str, Any]) -> Tracker:
+    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))
+    rows = "\n".join(as_row((name, str(value))) for name, value in parameters.items())
+    writer.add_text("config", f"| option | value |\n|---|---|\n{rows}", 0)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return log, writer.close
 
 
-class _Wandb:
+def _wandb(folder: Path, parameters: Mapping[str, Any]) -> Tracker:
     """wandb's own setting WANDB_MODE says whether it is online, offline or disabled."""
-
-    def __init__(self, folder: Path, parameters: Mapping[str, Any]) -> None:
-        module = importlib.import_module("wandb")
-        self._run = module.init(project="stagewright", name=folder.name, dir=str(folder), config=dict(parameters))
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    init = importlib.import_module("wandb").init
+    run = init(project="stagewright", name=folder.name, dir=str(folder), config=dict(parameters))
+    return lambda step, values: run.log(dict(values), step=step), run.finish
 
 
-class _Mlflow:
-    """MLflow's own setting MLFLOW_TRACKING_URI says where it keeps runs."""
+def _mlflow(folder: Path, parameters: Mapping[str, Any]) -> Tracker:
+    """mlflow's own setting MLFLOW_TRACKING_URI says where it keeps runs."""
+    mlflow, metric = importlib.import_module("mlflow"), importlib.import_module("mlflow.entities").Metric
+    with mlflow.start_run(run_name=folder.name) as run:  # closed at once: an active run belongs to one thread
+        mlflow.log_params({name: printable(str(value))[:_LONGEST_PARAMETER] for name, value in parameters.items()})
+    client, own = mlflow.MlflowClient(), run.info.run_id
+    client.update_run(own, status="RUNNING")
 
-    def __init__(self, folder: Path, parameters: Mapping[str, Any]) -> None:
-        mlflow = importlib.import_module("mlflow")
-        with mlflow.start_run(run_name=folder.name) as run:  # closed at once: an active run belongs to one thread
-            mlflow.log_params({name: printable(str(value))[:_LONGEST_PARAMETER] for name, value in parameters.items()})
-        self._id = run.info.run_id
-        self._client = mlflow.MlflowClient()
-        self._client.update_run(self._id, status="RUNNING")
-        self._metric = importlib.import_module("mlflow.entities").Metric
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        self._client.log_batch(
-            self._id, metrics=[self._metric(name, value, now, step) for name, value in values.items()]
-        )
+        client.log_batch(own, metrics=[metric(name, value, now, step) for name, value in values.items()])
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    return log, lambda: client.set_terminated(own)
 
 
 _OPEN: Mapping[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _Wandb,
-    "mlflow": _Mlflow,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
 }
