@@ -74,35 +74,31 @@ class SyntheticLoader:
     def __init__(self, source: SyntheticSource, replica_slice: ReplicaSlice, options: LoaderOptions) -> None:
         self.targets = source.targets
         self._source = source
-        self._slice = replica_slice
+        self._sampler = replica_slice.sampler
         self._options = options
         self._side = SideStream(options.device)
-        self._begun: tuple[int, Fields, torch.cuda.Event] | None = None
-        self._is_first = True
+        self._ahead = ReadAhead(replica_slice, 0, self._begin, lambda begun: self._arrive(begun[1]))
 
     def microbatch(self, number: int) -> Fields:
-        if self._begun is None or self._begun[0] != number:
-            self.close()
-            self._begun = self._begin(number)
-        _, fields, filled = self._begun
-        torch.cuda.current_stream().wait_event(filled)
+        fields, filled = self._ahead.take(number)
+        self._ahead.ahead = 1
+        self._arrive(filled)
         for tensor in fields.values():
             tensor.record_stream(torch.cuda.current_stream())
-        following = number + self._slice.step
-        self._begun = self._begin(following) if following < self._slice.stop and not self._is_first else None
-        self._is_first = False
         return cast(fields, self.targets, self._options.dtype)
 
     def close(self) -> None:
-        if self._begun is not None:
-            torch.cuda.current_stream().wait_event(self._begun[2])
-            self._begun = None
+        self._ahead.abandon()
 
-    def _begin(self, number: int) -> tuple[int, Fields, torch.cuda.Event]:
-        indices = self._slice.sampler.indices(number)
+    def _begin(self, number: int) -> tuple[Fields, torch.cuda.Event]:
+        indices = self._sampler.indices(number)
         room = self._source.allocate(len(indices))
         with self._side.filling() as filled:
-            return number, self._source.batch(indices, room), filled
+            return self._source.batch(indices, room), filled
+
+    def _arrive(self, filled: torch.cuda.Event) -> None:
+        """Have what computes wait until a microbatch is made."""
+        torch.cuda.current_stream().wait_event(filled)
 
 
 class DeviceLoader:
@@ -116,18 +112,18 @@ class DeviceLoader:
     ) -> None:
         self.targets = source.targets
         self._source = source
-        self._slice = replica_slice
+        self._sampler = replica_slice.sampler
         self._options = options
         self._bad = BadRecordCounter(options)
         self._decode = decode
-        self._threads = self._new_threads()
+        self._threads = ThreadPoolExecutor(options.threads, "reader")  # which start with the first record to read
         self._decoder = Decoder()
         self._ahead = ReadAhead(replica_slice, options.ahead, self._begin, Future.cancel)
 
     def microbatch(self, number: int) -> Fields:
         """One microbatch on the device; the threads continue to read the ones after it."""
         records = self._ahead.take(number).result()
-        indices, seed = self._slice.sampler.indices(number), self._slice.sampler.augment_seed(number)
+        indices, seed = self._sampler.indices(number), self._sampler.augment_seed(number)
         decoded, labels = self._on_device(records) or self._on_cpu(indices)
         side = self._source.augmentation.side
         images = [
@@ -141,14 +137,10 @@ class DeviceLoader:
     def close(self) -> None:
         self._ahead.abandon()
         self._threads.shutdown()
-        self._threads = self._new_threads()
-
-    def _new_threads(self) -> ThreadPoolExecutor:
-        """Threads that start with the first record to read."""
-        return ThreadPoolExecutor(self._options.threads, "reader")
+        self._threads = ThreadPoolExecutor(self._options.threads, "reader")
 
     def _begin(self, number: int) -> Future[list[Record] | None]:
-        return self._threads.submit(self._read, self._slice.sampler.indices(number))
+        return self._threads.submit(self._read, self._sampler.indices(number))
 
     def _read(self, indices: Indices) -> list[Record] | None:
         """The records of a microbatch; None unless all are readable JPEGs of a size that may be decoded."""
@@ -219,13 +211,13 @@ class CachedLoader:
         require_cacheable(source)
         self.targets = source.targets
         self._source = source
-        self._slice = replica_slice
+        self._sampler = replica_slice.sampler
         self._options = options
         self._pool = pool
 
     def microbatch(self, number: int) -> Fields:
         images, labels = self._cached
-        indices, seed = self._slice.sampler.indices(number), self._slice.sampler.augment_seed(number)
+        indices, seed = self._sampler.indices(number), self._sampler.augment_seed(number)
         rows = torch.from_numpy(indices).to(self._options.device, non_blocking=True)
         pixels = images[rows] if seed is None else self._views(images, rows, indices, seed)
         return self._source.fields(pixels, labels[rows], self._options.dtype)

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from typing import Generic, TypeVar
 
 import torch
@@ -23,6 +22,7 @@ from stagewright.data.order import AugmentSeed, Indices, ReplicaSlice
 from stagewright.errors import UserError, counted
 
 Load = Callable[[int, AugmentSeed | None, Tensor, Tensor, Decoder], tuple[BadRecord, ...]]
+Task = tuple["Batch", Load, int, int, Tensor, Tensor]  # a row of a batch: its number, its sample, where it is written
 Work = TypeVar("Work")
 
 
@@ -95,8 +95,8 @@ class ReadAhead(Generic[Work]):
     def __init__(
         self, replica_slice: ReplicaSlice, ahead: int, begin: Callable[[int], Work], cancel: Callable[[Work], object]
     ) -> None:
+        self.ahead = ahead
         self._slice = replica_slice
-        self._ahead = ahead
         self._begin = begin
         self._cancel = cancel
         self._window: deque[tuple[int, Work]] = deque()
@@ -113,7 +113,7 @@ class ReadAhead(Generic[Work]):
         step = self._slice.step
         first = self._window[-1][0] + step if self._window else number
         for following in range(first, max(self._slice.stop, number + 1), step):
-            if len(self._window) > self._ahead:
+            if len(self._window) > self.ahead:
                 break
             self._window.append((following, self._begin(following)))
         return self._window.popleft()[1]
@@ -151,13 +151,7 @@ class Batch:
         self.labels = buffers.labels[: len(indices)]
         self.bad: dict[int, tuple[BadRecord, ...]] = {}  # by row
         self.error: BaseException | None = None
-        self.claimed = 0  # rows that a thread has begun
         self.left = len(indices)
-
-    @cached_property
-    def rows(self) -> list[tuple[Tensor, Tensor]]:
-        """Where each sample is written."""
-        return list(zip(self.images.unbind(), self.labels.unbind(), strict=True))
 
 
 class Pool:
@@ -166,15 +160,16 @@ class Pool:
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._threads: list[threading.Thread] = []
-        self._waiting: deque[tuple[Batch, Load]] = deque()
+        self._tasks: deque[Task] = deque()  # that no thread has begun
         self._condition = threading.Condition()
         self._is_closing = False
 
     def submit(self, batch: Batch, load: Load) -> None:
         """Queue a batch to be filled."""
-        assert len(batch.rows) == len(batch.indices)  # made before threads ask for them
+        rows = enumerate(zip(batch.indices.tolist(), batch.images.unbind(), batch.labels.unbind(), strict=True))
+        tasks = [(batch, load, row, *sample) for row, sample in rows]
         with self._condition:
-            self._waiting.append((batch, load))
+            self._tasks += tasks
             self._condition.notify_all()
         self._start()
 
@@ -186,18 +181,17 @@ class Pool:
         """Wait until a batch is full; raise what a thread raised while filling it."""
         self._start()
         with self._condition:
-            while batch.left:
-                self._condition.wait()
+            self._condition.wait_for(lambda: not batch.left)
         if batch.error is not None:
             raise batch.error
 
     def abandon(self, batch: Batch) -> None:
         """Stop filling a batch, and wait until no thread writes into it."""
         with self._condition:
-            batch.left -= len(batch.indices) - batch.claimed
-            batch.claimed = len(batch.indices)
-            while batch.left:
-                self._condition.wait()
+            others = deque(task for task in self._tasks if task[0] is not batch)
+            batch.left -= len(self._tasks) - len(others)
+            self._tasks = others
+            self._condition.wait_for(lambda: not batch.left)
 
     def close(self) -> None:
         """Stop the threads; a later batch starts new ones."""
@@ -218,12 +212,12 @@ class Pool:
 
     def _work(self) -> None:
         decoder = Decoder()
-        while (claim := self._claim()) is not None:
-            batch, load, row = claim
+        while (task := self._claim()) is not None:
+            batch, load, row, index, image, label = task
             bad: tuple[BadRecord, ...] = ()
             error: BaseException | None = None
             try:
-                bad = load(int(batch.indices[row]), batch.seed, *batch.rows[row], decoder)
+                bad = load(index, batch.seed, image, label, decoder)
             except BaseException as caught:  # raised again by `wait`
                 error = caught
             with self._condition:
@@ -234,15 +228,8 @@ class Pool:
                 if not batch.left:
                     self._condition.notify_all()
 
-    def _claim(self) -> tuple[Batch, Load, int] | None:
-        """Wait for a row that no thread has begun; None once the pool closes."""
+    def _claim(self) -> Task | None:
+        """Wait for a task; None once the pool closes."""
         with self._condition:
-            while not self._is_closing:
-                while self._waiting:
-                    batch, load = self._waiting[0]
-                    if batch.claimed < len(batch.indices):
-                        batch.claimed += 1
-                        return batch, load, batch.claimed - 1
-                    self._waiting.popleft()
-                self._condition.wait()
-        return None
+            self._condition.wait_for(lambda: self._tasks or self._is_closing)
+            return None if self._is_closing else self._tasks.popleft()
