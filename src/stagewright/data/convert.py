@@ -5,12 +5,12 @@ Unless images are to be made cheaper to decode: shrunk, or as raw pixels (`Shrin
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Protocol
 
 from stagewright.data.datasets import CLASS_NAMES, Kind, split_names
 from stagewright.data.decode import Decoder, encode_jpeg, encode_raw, shrunk
@@ -63,14 +63,6 @@ class Shrink:
         return record if small is image else replace(record, data=encode_jpeg(small, _QUALITY))
 
 
-class Writer(Protocol):
-    """Writes records one after another."""
-
-    def write(self, number: int, record: Record) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def convert(
     records: Records,
     kind: Kind,
@@ -84,28 +76,28 @@ def convert(
         raise DataError(f"--per-part is {per_part}; give at least 1 record")
     _make_empty(root)
     listed = _listed_names(records.class_names)
-    names = _class_folders(records) if kind is Kind.FOLDER else records.class_names
+    folders = _class_folders(records) if kind is Kind.FOLDER else ()
+    left_out, sizes = list[str](), [0, 0]
+
+    def readable() -> Iterator[Record]:
+        for index, (size, made) in enumerate(_made(records, shrink)):
+            if isinstance(made, BadRecordError):
+                left_out.append(str(made))
+                continue
+            sizes[0] += size
+            sizes[1] += len(made.data)
+            yield made
+            progress(index + 1)
+
     try:
         if records.class_names:
             (root / CLASS_NAMES).write_bytes(listed)
-        return _write_all(records, _writer(kind, root, names, per_part), progress, shrink)
+        if kind is Kind.FOLDER:
+            _write_folders(root, folders, readable())
+        else:
+            _write_parts(root, _OFRECORD if kind is Kind.OFRECORD else _TAR, per_part, enumerate(readable()))
     except OSError as error:
         raise DataError(f"can't write to {root}: {error.strerror}; free some space or choose another folder") from error
-
-
-def _write_all(records: Records, writer: Writer, progress: Callable[[int], None], shrink: Shrink | None) -> Converted:
-    """Write every readable record, and say why the others were left out."""
-    left_out: list[str] = []
-    sizes = [0, 0]
-    for index, (size, made) in enumerate(_made(records, shrink)):
-        if isinstance(made, BadRecordError):
-            left_out.append(str(made))
-            continue
-        writer.write(index - len(left_out), made)
-        sizes[0] += size
-        sizes[1] += len(made.data)
-        progress(index + 1)
-    writer.close()
     return Converted(len(records) - len(left_out), records.classes, tuple(left_out), *sizes)
 
 
@@ -167,25 +159,12 @@ def _class_folders(records: Records) -> tuple[str, ...]:
     return names
 
 
-def _writer(kind: Kind, root: Path, names: tuple[str, ...], per_part: int) -> Writer:
-    if kind is Kind.FOLDER:
-        return _FolderWriter(root, names)
-    return _PartWriter(root, _OFRECORD if kind is Kind.OFRECORD else _TAR, per_part)
-
-
-class _FolderWriter:
+def _write_folders(root: Path, names: tuple[str, ...], records: Iterator[Record]) -> None:
     """One file per record, in the folder of its class; a class without records still gets a folder."""
-
-    def __init__(self, root: Path, names: tuple[str, ...]) -> None:
-        self._folders = [root / name for name in names]
-        for folder in self._folders:
-            folder.mkdir()
-
-    def write(self, number: int, record: Record) -> None:
-        (self._folders[record.label] / f"{number:08}.{suffix_of(record.data)}").write_bytes(record.data)
-
-    def close(self) -> None:
-        pass
+    for name in names:
+        (root / name).mkdir()
+    for number, record in enumerate(records):
+        (root / names[record.label] / f"{number:08}.{suffix_of(record.data)}").write_bytes(record.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,34 +187,18 @@ _OFRECORD = _Format("part-{:05}", lambda _, record: ofrecord.encode_record(recor
 _TAR = _Format("shard-{:05}.tar", _encode_for_tar, tar.END)
 
 
-class _PartWriter:
+def _write_parts(root: Path, how: _Format, per_part: int, records: Iterator[tuple[int, Record]]) -> None:
     """Parts of `per_part` records; an unfinished part has a name that no reader accepts."""
-
-    def __init__(self, root: Path, part_format: _Format, per_part: int) -> None:
-        self._root = root
-        self._format = part_format
-        self._per_part = per_part
-        self._part = -1
-        self._file: BinaryIO | None = None
-
-    def write(self, number: int, record: Record) -> None:
-        if number % self._per_part == 0:
-            self.close()
-            self._part += 1
-            self._file = self._unfinished.open("wb")
-        assert self._file is not None
-        self._file.write(self._format.encode(number, record))
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.write(self._format.end)
-            self._file.close()
-            self._unfinished.rename(self._root / self._format.name.format(self._part))
-            self._file = None
-
-    @property
-    def _unfinished(self) -> Path:
-        return self._root / f".{self._format.name.format(self._part)}.unfinished"
+    for part in itertools.count():
+        if (first := next(records, None)) is None:
+            return
+        name = how.name.format(part)
+        unfinished = root / f".{name}.unfinished"
+        with unfinished.open("wb") as file:
+            for number, record in itertools.chain([first], itertools.islice(records, per_part - 1)):
+                file.write(how.encode(number, record))
+            file.write(how.end)
+        unfinished.rename(root / name)
 
 
 def suffix_of(data: bytes) -> str:

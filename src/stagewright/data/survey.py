@@ -57,8 +57,7 @@ class Survey:
 def survey(records: Records, most: int, progress: Callable[[int], None] = lambda done: None) -> Survey:
     """Decode up to `most` records, evenly spread over the data set; 0 means all."""
     looked_at = min(most, len(records)) if most else len(records)
-    decoder, bad = Decoder(), list[BadRecord]()
-    encoded, heights, widths = list[int](), list[int](), list[int]()
+    decoder, bad, good = Decoder(), list[BadRecord](), list[tuple[int, int, int]]()
     per_class = Counter[int]()
     for number in range(looked_at):
         index = spread_index(number, looked_at, len(records))
@@ -67,20 +66,19 @@ def survey(records: Records, most: int, progress: Callable[[int], None] = lambda
         except BadRecordError as error:
             bad.append(BadRecord(index, str(error)))
         else:
-            encoded.append(len(record.data))
-            heights.append(pixels.shape[0])
-            widths.append(pixels.shape[1])
+            good.append((len(record.data), *pixels.shape[:2]))
             per_class[record.label] += 1
         progress(number + 1)
+    encoded, heights, widths = (SizeRange.of([sizes[column] for sizes in good]) for column in range(3))
     return Survey(
         len(records),
         looked_at,
         records.classes,
         records.class_names,
         tuple(per_class[label] for label in range(records.classes)),
-        SizeRange.of(encoded),
-        SizeRange.of(heights),
-        SizeRange.of(widths),
+        encoded,
+        heights,
+        widths,
         tuple(bad),
         records.fingerprint,
     )
@@ -90,22 +88,18 @@ def draw_sheet(source: ImageSource, seed: int, path: Path) -> int:
     """Write a PNG of samples as augmented for training, with their classes; returns how many it shows."""
     side, count = source.augmentation.side, min(_COLUMNS * _ROWS, len(source))
     images, labels = source.allocate(count)
-    decoder = Decoder()
+    cell = side * max(1, _LEAST_CELL // side)  # small images are shown larger
+    sheet = Image.new("RGB", (_COLUMNS * cell, -(-count // _COLUMNS) * (cell + _CAPTION)), "white")
+    pen, decoder, names = ImageDraw.Draw(sheet), Decoder(), source.records.class_names
     for number in range(count):
         index = spread_index(number, count, len(source))
         source.load(index, AugmentSeed(seed, 0), images[number], labels[number], decoder)
-    cell = side * max(1, _LEAST_CELL // side)  # small images are shown larger
-    rows = -(-count // _COLUMNS)
-    sheet = Image.new("RGB", (_COLUMNS * cell, rows * (cell + _CAPTION)), "white")
-    pen = ImageDraw.Draw(sheet)
-    for number in range(count):
-        row, column = divmod(number, _COLUMNS)
-        corner = (column * cell, row * (cell + _CAPTION))
+        left, top = number % _COLUMNS * cell, number // _COLUMNS * (cell + _CAPTION)
         sample = Image.fromarray(images[number].numpy()).resize((cell, cell), Image.Resampling.NEAREST)
-        sheet.paste(sample, corner)
-        label, names = int(labels[number]), source.records.class_names
+        sheet.paste(sample, (left, top))
+        label = int(labels[number])
         name = names[label] if label < len(names) else str(label)
-        pen.text((corner[0], corner[1] + cell + 1), name[: cell // 6], fill="black")
+        pen.text((left, top + cell + 1), name[: cell // 6], fill="black")
     path.parent.mkdir(parents=True, exist_ok=True)
     encoded = io.BytesIO()  # Pillow's own writing needs a file that can seek
     sheet.save(encoded, "PNG")
