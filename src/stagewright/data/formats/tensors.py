@@ -135,26 +135,19 @@ def _read_fields(path: str) -> Fields:
             fields = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise UserError(f"tensors file {path} is not a complete safetensors file ({first_line(error)})") from error
-    for name, tensor in fields.items():
-        if tensor.dtype not in _INTEGERS | _OTHERS:
-            raise UserError(f"tensors file {path}: field '{name}' is {tensor.dtype}; store it as float32 or int64")
-    _require_samples(path, fields)
-    return fields
-
-
-def _require_samples(path: str, fields: Fields) -> None:
-    """An error unless all fields begin with the same number."""
-    (first, expected), *others = fields.items()
+    first, expected = next(iter(fields.items()))
     for name, tensor in fields.items():
         least = 2 if name in _IMAGES else 1
+        if tensor.dtype not in _INTEGERS | _OTHERS:
+            raise UserError(f"tensors file {path}: field '{name}' is {tensor.dtype}; store it as float32 or int64")
         if tensor.dim() < least:
             raise UserError(
                 f"tensors file {path}: {name} {list(tensor.shape)} needs at least {least} dimensions, of which the "
                 "first is the number of samples"
             )
-    for name, tensor in others:
-        if len(tensor) != len(expected):
+        if expected.dim() and len(tensor) != len(expected):
             raise UserError(
                 f"tensors file {path}: {first} {list(expected.shape)} and {name} {list(tensor.shape)} do not match; "
                 "all fields must begin with the number of samples"
             )
+    return fields

@@ -64,13 +64,18 @@ def open_tokenizer(path: str | None) -> Tokenizer:
     try:
         library = Library.from_str(text)
         vocabulary = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    except (KeyboardInterrupt, SystemExit):
-        raise
     except BaseException as error:  # a panic of the library is no Exception
-        raise DataError(f"tokenizer {path} can't be read ({first_line(error)}); give a tokenizer.json") from error
+        raise _failed(error, f"tokenizer {path} can't be read", "; give a tokenizer.json") from error
     if not 0 < vocabulary <= MOST_VOCABULARY:
         raise DataError(f"tokenizer {path} has a vocabulary of {vocabulary}; 1 to {MOST_VOCABULARY} are possible")
     return Tokenizer(Path(path).name, vocabulary, partial(_encode, library, path, vocabulary))
+
+
+def _failed(error: BaseException, what: str, advice: str = "") -> BaseException:
+    """What an exception of the library means: ours, unless a user or a signal ended the process."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return error
+    return DataError(f"{what} ({first_line(error)}){advice}")
 
 
 def _encode(library: Any, path: str, vocabulary: int, piece: bytes, start: int) -> NDArray[Any]:
@@ -80,10 +85,8 @@ def _encode(library: Any, path: str, vocabulary: int, piece: bytes, start: int) 
         raise DataError(f"the text is not UTF-8 at byte {start + error.start}; convert it, or use bytes") from error
     try:
         numbers = np.array(library.encode(text, add_special_tokens=False).ids, np.int64)
-    except (KeyboardInterrupt, SystemExit):
-        raise
     except BaseException as error:
-        raise DataError(f"tokenizer {path} failed at byte {start} of the text ({first_line(error)})") from error
+        raise _failed(error, f"tokenizer {path} failed at byte {start} of the text") from error
     if numbers.size and not 0 <= numbers.min() <= numbers.max() < vocabulary:
         raise DataError(f"tokenizer {path} gave token {numbers.max()}, but its vocabulary has {vocabulary}")
     return numbers

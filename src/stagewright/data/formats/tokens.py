@@ -52,7 +52,7 @@ class TokenFile:
     @staticmethod
     def read(path: str) -> TokenFile | None:
         """The sidecar of a token file; None where it has none."""
-        place = sidecar_path(path)
+        place, instead = sidecar_path(path), "remove it or convert the text again"
         if not os.path.lexists(place):
             return None
         try:
@@ -60,24 +60,17 @@ class TokenFile:
         except OSError as error:
             raise DataError(f"{place}: {error.strerror}; make it readable or remove it") from error
         except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{place} is not JSON ({first_line(error)}); remove it or convert the text again"
-            ) from error
-        return _checked(place, about)
+            raise DataError(f"{place} is not JSON ({first_line(error)}); {instead}") from error
+        if not isinstance(about, dict) or about.get("dtype") not in _TYPES:
+            raise DataError(f"{place} has no dtype uint16 or uint32; {instead}")
+        for key, most in (("vocabulary", MOST_VOCABULARY), ("tokens", 2**62)):
+            if type(about.get(key)) is not int or not 0 < about[key] <= most:
+                raise DataError(f"{place}: {key} is not a number from 1 to {most}; {instead}")
+        return TokenFile(about["dtype"], about["vocabulary"], about["tokens"], str(about.get("tokenizer", ""))[:200])
 
 
 def sidecar_path(path: str) -> str:
     return f"{path}.json"
-
-
-def _checked(place: str, about: Any) -> TokenFile:
-    """A sidecar whose values have their types and ranges."""
-    if not isinstance(about, dict) or about.get("dtype") not in _TYPES:
-        raise DataError(f"{place} has no dtype uint16 or uint32; remove it or convert the text again")
-    for key, most in (("vocabulary", MOST_VOCABULARY), ("tokens", 2**62)):
-        if type(about.get(key)) is not int or not 0 < about[key] <= most:
-            raise DataError(f"{place}: {key} is not a number from 1 to {most}; remove it or convert the text again")
-    return TokenFile(about["dtype"], about["vocabulary"], about["tokens"], str(about.get("tokenizer", ""))[:200])
 
 
 class TokenSource:
@@ -128,20 +121,16 @@ class TokenSource:
         windows = np.empty((len(indices), self._context + 1), np.int64)
         for row, index in enumerate(indices):
             windows[row] = self._read(int(index) * self._context, self._context + 1)
-        self._require_known(indices, windows)
-        tokens = torch.from_numpy(windows)
-        return {"input_ids": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
-
-    def _require_known(self, indices: Indices, windows: NDArray[np.int64]) -> None:
-        """An error for a token that the vocabulary of the sidecar does not have."""
         vocabulary = MOST_VOCABULARY if self._about is None else self._about.vocabulary
         if windows.size and windows.max() >= vocabulary:
             row, column = np.unravel_index(int(windows.argmax()), windows.shape)
+            place = int(indices[row]) * self._context + int(column)
             raise DataError(
-                f"tokens file {self._path}: token {windows.max()} at position "
-                f"{int(indices[row]) * self._context + int(column)}, but the vocabulary has {vocabulary}; "
-                "convert the text again"
+                f"tokens file {self._path}: token {windows.max()} at position {place}, but the vocabulary has "
+                f"{vocabulary}; convert the text again"
             )
+        tokens = torch.from_numpy(windows)
+        return {"input_ids": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
     def _read(self, first: int, count: int) -> NDArray[Any]:
         size = self._type.itemsize
