@@ -22,6 +22,7 @@ import traceback
 import warnings
 from collections import deque
 from contextlib import suppress
+from functools import cache
 from math import prod
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -43,7 +44,6 @@ _TASK = struct.Struct("<5q2Q")  # buffers, ticket, first row, stop, whether it i
 _END = _TASK.pack(-1, 0, 0, 0, 0, 0, 0)  # one for each worker
 _MOST_ROWS = 8  # of a task: few enough that no worker waits long for the last, and a task's own time hardly counts
 _PATIENCE = 10.0  # seconds in which a worker that was told to end does
-Result = tuple[int, int, dict[int, tuple[BadRecord, ...]], tuple[bool, str] | None]  # ticket, rows, bad ones, error
 
 
 class SharedBuffers(Buffers):
@@ -60,10 +60,8 @@ class SharedBuffers(Buffers):
         self._is_pinned = False
 
     def pin(self) -> None:
-        if self._is_pinned:
-            return
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for memory in (self.images, self.labels):
+        for memory in () if self._is_pinned else (self.images, self.labels):
             if error := int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
                 size = f"{memory.nbytes:,} bytes of a microbatch"
                 raise DataError(f"{size} can't be pinned (CUDA error {error}); use --workers 0")
@@ -73,9 +71,8 @@ class SharedBuffers(Buffers):
         """Leave the memory as it was made, so that workers may start anew."""
         if self._is_pinned:
             self.wait_until_copied()
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             for memory in (self.images, self.labels):
-                runtime.cudaHostUnregister(memory.data_ptr())
+                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
             self._is_pinned = False
 
 
@@ -250,36 +247,23 @@ def _work(tasks: int, writing: int, results: Connection, buffers: list[SharedBuf
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     decoder = Decoder()
-    rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    rows = cache(
+        lambda number: list(zip(buffers[number].images.unbind(), buffers[number].labels.unbind(), strict=True))
+    )
     with suppress(BrokenPipeError):
         while (task := os.read(tasks, _TASK.size)) not in (b"", _END):
             number, ticket, first, stop, is_augmented, *seed = _TASK.unpack(task)
-            own = buffers[number]
-            if number not in rows:
-                rows[number] = list(zip(own.images.unbind(), own.labels.unbind(), strict=True))
-            part = rows[number][first:stop]
-            results.send(_fill(own, ticket, first, part, AugmentSeed(*seed) if is_augmented else None, decoder))
-
-
-def _fill(
-    buffers: SharedBuffers,
-    ticket: int,
-    first: int,
-    rows: list[tuple[Tensor, Tensor]],
-    seed: AugmentSeed | None,
-    decoder: Decoder,
-) -> Result:
-    """Fill some rows of a batch, from `first` on, unless it was abandoned meanwhile."""
-    bad: dict[int, tuple[BadRecord, ...]] = {}
-    error: tuple[bool, str] | None = None
-    for row, (image, label) in enumerate(rows, first):
-        if buffers.ticket[0] != ticket:
-            break
-        try:
-            if found := buffers.load(int(buffers.indices[row]), seed, image, label, decoder):
-                bad[row] = found
-        except UserError as caught:
-            error = error or (True, str(caught))
-        except Exception:  # raised again by `wait`
-            error = error or (False, traceback.format_exc())
-    return ticket, len(rows), bad, error
+            own, view = buffers[number], AugmentSeed(*seed) if is_augmented else None
+            bad: dict[int, tuple[BadRecord, ...]] = {}
+            error: tuple[bool, str] | None = None
+            for row in range(first, stop):
+                if own.ticket[0] != ticket:
+                    break  # it was abandoned meanwhile
+                try:
+                    if found := own.load(int(own.indices[row]), view, *rows(number)[row], decoder):
+                        bad[row] = found
+                except UserError as caught:
+                    error = error or (True, str(caught))
+                except Exception:  # raised again by `wait`
+                    error = error or (False, traceback.format_exc())
+            results.send((ticket, stop - first, bad, error))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stagewright.hardware.gpu import Gpu, NoNvml, Nvml, open_nvml, read_gpus
+from stagewright.hardware.gpu import Gpu, NoNvml, open_nvml, read_gpus
 from stagewright.hardware.host import Host, read_host
 from stagewright.hardware.topology import Topology, read_topology
 from stagewright.metrics import GIB
@@ -70,14 +70,10 @@ def read_environment() -> Environment:
     except NoNvml as error:
         return Environment(host, libraries, nvml=str(error))
     with nvml:
-        return Environment(
-            host,
-            libraries,
-            read_gpus(nvml),
-            nvml.ask("nvmlSystemGetDriverVersion"),
-            _cuda_version(nvml),
-            read_topology(nvml),
-        )
+        newest = nvml.ask("nvmlSystemGetCudaDriverVersion_v2")
+        cuda = None if newest is None else f"{newest // 1000}.{newest % 1000 // 10}"
+        driver = nvml.ask("nvmlSystemGetDriverVersion")
+        return Environment(host, libraries, read_gpus(nvml), driver, cuda, read_topology(nvml))
 
 
 def read_libraries() -> Libraries:
@@ -99,11 +95,6 @@ def cudnn_version(number: int) -> str:
     """9.1.2 from 90102, 8.9.7 from 8907."""
     major = 10_000 if number >= 90_000 else 1_000
     return f"{number // major}.{number % major // 100}.{number % 100}"
-
-
-def _cuda_version(nvml: Nvml) -> str | None:
-    number = nvml.ask("nvmlSystemGetCudaDriverVersion_v2")
-    return None if number is None else f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _gpu_words(gpu: Gpu) -> str:

@@ -97,28 +97,28 @@ class Gpu:
 
 def read_gpus(nvml: Nvml) -> tuple[Gpu, ...]:
     """The GPUs of this machine, in the order of the driver."""
-    return tuple(read_gpu(nvml, handle, index) for index, handle in enumerate(nvml.handles()))
+    return tuple(_read_gpu(nvml, handle, index) for index, handle in enumerate(nvml.handles()))
 
 
-def read_gpu(nvml: Nvml, handle: Any, index: int) -> Gpu:
-    ask = nvml.ask
-    memory = ask("nvmlDeviceGetMemoryInfo", handle)
-    capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
-    mig = ask("nvmlDeviceGetMigMode", handle)
+def _read_gpu(nvml: Nvml, handle: Any, index: int) -> Gpu:
+    def ask(what: str) -> Any:
+        return nvml.ask(f"nvmlDeviceGet{what}", handle)
+
+    memory, capability, mig = ask("MemoryInfo"), ask("CudaComputeCapability"), ask("MigMode")
     return Gpu(
         index,
-        uuid=ask("nvmlDeviceGetUUID", handle) or f"GPU {index}",
-        name=ask("nvmlDeviceGetName", handle) or "unknown GPU",
+        uuid=ask("UUID") or f"GPU {index}",
+        name=ask("Name") or "unknown GPU",
         memory=None if memory is None else int(memory.total),
         bus=bus_of(nvml, handle),
-        capability=None if capability is None else ".".join(str(part) for part in capability),
+        capability=None if capability is None else ".".join(map(str, capability)),
         power_limit=nvml.scaled(1e-3, "nvmlDeviceGetEnforcedPowerLimit", handle),
         power_default=nvml.scaled(1e-3, "nvmlDeviceGetPowerManagementDefaultLimit", handle),
-        pcie_generation=ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
-        pcie_width=ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
-        card_generation=ask("nvmlDeviceGetGpuMaxPcieLinkGeneration", handle),
-        card_width=ask("nvmlDeviceGetMaxPcieLinkWidth", handle),
-        virtual=_VIRTUAL.get(ask("nvmlDeviceGetVirtualizationMode", handle) or 0),
+        pcie_generation=ask("MaxPcieLinkGeneration"),
+        pcie_width=ask("CurrPcieLinkWidth"),
+        card_generation=ask("GpuMaxPcieLinkGeneration"),
+        card_width=ask("MaxPcieLinkWidth"),
+        virtual=_VIRTUAL.get(ask("VirtualizationMode") or 0),
         is_mig=None if mig is None else bool(mig[0]),
     )
 

@@ -49,11 +49,8 @@ class GpuMeter:
     def __init__(self, nvml: Nvml, uuids: Collection[str], name_of: Callable[[int], str | None]) -> None:
         self._nvml = nvml
         self._name_of = name_of  # the name of a process; None where no process has that number
-        named = [(index, handle, nvml.ask("nvmlDeviceGetUUID", handle)) for index, handle in enumerate(nvml.handles())]
+        named = ((index, handle, nvml.ask("nvmlDeviceGetUUID", handle)) for index, handle in enumerate(nvml.handles()))
         self._gpus = [(index, handle, uuid) for index, handle, uuid in named if uuid in uuids]
-        self._sm = nvml.constant("NVML_CLOCK_SM")
-        self._core = nvml.constant("NVML_TEMPERATURE_GPU")
-        self._version = nvml.constant(_MEMORY_AS_SMI)
 
     def read(self, ours: Collection[int]) -> tuple[GpuUsage, ...]:
         """Every GPU now; `ours` are the processes of this run's ranks. This process, their supervisor, is ours too."""
@@ -67,32 +64,24 @@ class GpuMeter:
         )
 
     def _read(self, index: int, handle: Any, uuid: str, foreign: int) -> GpuUsage:
-        ask, scaled = self._nvml.ask, self._nvml.scaled
+        ask, scaled, constant = self._nvml.ask, self._nvml.scaled, self._nvml.constant
         rates = ask("nvmlDeviceGetUtilizationRates", handle)
+        version = constant(_MEMORY_AS_SMI)
+        memory = None if version is None else ask("nvmlDeviceGetMemoryInfo", handle, version)
+        memory = memory or ask("nvmlDeviceGetMemoryInfo", handle)
+        reasons = (ask(f"nvmlDeviceGetCurrentClocks{name}Reasons", handle) for name in ("Event", "Throttle"))
         return GpuUsage(
             uuid,
             index,
-            self._memory(handle),
+            None if memory is None else int(memory.used),
             None if rates is None else rates.gpu / 100,
             scaled(1e-3, "nvmlDeviceGetPowerUsage", handle),
             scaled(1e-3, "nvmlDeviceGetTotalEnergyConsumption", handle),
-            scaled(1, "nvmlDeviceGetTemperature", handle, self._core),
-            scaled(_HZ, "nvmlDeviceGetClockInfo", handle, self._sm),
-            reasons_of(self._reasons(handle)),
+            scaled(1, "nvmlDeviceGetTemperature", handle, constant("NVML_TEMPERATURE_GPU")),
+            scaled(_HZ, "nvmlDeviceGetClockInfo", handle, constant("NVML_CLOCK_SM")),
+            reasons_of(next((int(bits) for bits in reasons if bits is not None), 0)),
             foreign,
         )
-
-    def _memory(self, handle: Any) -> int | None:
-        info = None
-        if self._version is not None:
-            info = self._nvml.ask("nvmlDeviceGetMemoryInfo", handle, self._version)
-        info = info or self._nvml.ask("nvmlDeviceGetMemoryInfo", handle)
-        return None if info is None else int(info.used)
-
-    def _reasons(self, handle: Any) -> int:
-        names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
-        answers = (self._nvml.ask(name, handle) for name in names)
-        return next((int(answer) for answer in answers if answer is not None), 0)
 
     def _processes(self, handle: Any, allowed: Collection[int]) -> list[int]:
         entries = self._nvml.ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()

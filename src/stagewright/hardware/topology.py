@@ -11,6 +11,7 @@ from stagewright.hardware.gpu import Nvml, bus_of, bus_text
 
 _MOST_LINKS = 36
 _SWITCH = 2  # NVML's device type of a switch at the far end of a link
+_TO_SWITCH = "switch"
 
 
 class LinkKind(StrEnum):
@@ -37,14 +38,8 @@ class Connection:
 
 
 SELF = Connection(LinkKind.SELF)
-_COMMON_ANCESTORS = {  # by NVML's topology levels
-    0: Connection(LinkKind.BRIDGE),
-    10: Connection(LinkKind.BRIDGE),
-    20: Connection(LinkKind.BRIDGES),
-    30: Connection(LinkKind.HOST),
-    40: Connection(LinkKind.NODE),
-    50: Connection(LinkKind.SYSTEM),
-}
+_COMMON_ANCESTORS = {10 * level: Connection(kind) for level, kind in enumerate(list(LinkKind)[2:], 1)}  # NVML's levels
+_COMMON_ANCESTORS[0] = Connection(LinkKind.BRIDGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +73,19 @@ class Topology:
 
 def read_topology(nvml: Nvml) -> Topology:
     """The matrix of this machine, from its driver."""
-    handles = nvml.handles()
-    buses = [bus_of(nvml, handle) for handle in handles]
-    links = [_links(nvml, handle) for handle in handles]
-    rows = []
-    for one, handle in enumerate(handles):
-        row: list[Connection | None] = []
-        for other, target in enumerate(handles):
-            if one == other:
-                row.append(SELF)
-            elif shared := _shared_links(links[one], links[other], buses[other]):
-                row.append(Connection(LinkKind.NVLINK, shared))
-            else:
-                level = nvml.ask("nvmlDeviceGetTopologyCommonAncestor", handle, target)
-                row.append(_COMMON_ANCESTORS.get(level))
-        rows.append(tuple(row))
-    return Topology(tuple(rows))
+    gpus = [(handle, bus_of(nvml, handle), _links(nvml, handle)) for handle in nvml.handles()]
+
+    def connection(one: int, other: int) -> Connection | None:
+        if one == other:
+            return SELF
+        (here, _, ours), (there, bus, theirs) = gpus[one], gpus[other]
+        direct = 0 if bus is None else ours.count(bus)
+        if links := direct or min(ours.count(_TO_SWITCH), theirs.count(_TO_SWITCH)):
+            return Connection(LinkKind.NVLINK, links)
+        return _COMMON_ANCESTORS.get(nvml.ask("nvmlDeviceGetTopologyCommonAncestor", here, there))
+
+    places = range(len(gpus))
+    return Topology(tuple(tuple(connection(one, other) for other in places) for one in places))
 
 
 def _links(nvml: Nvml, handle: Any) -> list[str]:
@@ -104,10 +96,5 @@ def _links(nvml: Nvml, handle: Any) -> list[str]:
             continue
         info = nvml.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
         is_switch = nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link) == _SWITCH
-        ends.append("switch" if is_switch else "" if info is None else bus_text(info))
+        ends.append(_TO_SWITCH if is_switch else "" if info is None else bus_text(info))
     return ends
-
-
-def _shared_links(ours: Sequence[str], theirs: Sequence[str], their_bus: str | None) -> int:
-    direct = 0 if their_bus is None else sum(end == their_bus for end in ours)
-    return direct or min(ours.count("switch"), theirs.count("switch"))

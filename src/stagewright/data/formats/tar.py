@@ -125,9 +125,8 @@ def members(file: BinaryIO, size: int, path: str) -> Iterator[Member]:
         header = _block(file, position, path)
         if header == bytes(_BLOCK):
             return  # two blocks of zeros end a shard; the first one suffices
-        kind, length = _check_header(header, position, path)
-        length = _pax_size(records, length, position, path)
-        first = position + _BLOCK
+        kind, first = header[156:157], position + _BLOCK
+        length = _size(header, records.get("size"), position, path)
         if length > size - first:
             raise TarError(
                 f"{path}: the member at byte {position} claims {length} bytes but {size - first} are left; "
@@ -159,15 +158,18 @@ def _block(file: BinaryIO, position: int, path: str) -> bytes:
     return header
 
 
-def _check_header(header: bytes, position: int, path: str) -> tuple[bytes, int]:
-    """The type and size in a header, after checking its checksum."""
-    stored = _number(header[148:156])
-    if stored != sum(header[:148]) + 8 * ord(" ") + sum(header[156:]):
+def _size(header: bytes, extended: str | None, position: int, path: str) -> int:
+    """The bytes of a member, by its header, whose checksum is checked, or by the extended one before it."""
+    if _number(header[148:156]) != sum(header[:148]) + 8 * ord(" ") + sum(header[156:]):
         raise TarError(f"{path}: no tar header at byte {position}: its checksum is wrong; the shard is damaged")
     length = _number(header[124:136])
     if length is None or length < 0:
         raise TarError(f"{path}: the member at byte {position} has no size; the shard is damaged, copy it again")
-    return header[156:157], length
+    if extended is None:
+        return length
+    if not (extended.isascii() and extended.isdigit() and len(extended) < 19):
+        raise TarError(f"{path}: the member before byte {position} has size '{extended[:20]}'; the shard is damaged")
+    return int(extended)
 
 
 def _number(text: bytes) -> int | None:
@@ -210,15 +212,6 @@ def _pax_records(content: bytes, position: int, path: str) -> dict[str, str]:
         records[_text(key)] = value.decode(errors="surrogateescape")
         first += length
     return records
-
-
-def _pax_size(records: Mapping[str, str], length: int, position: int, path: str) -> int:
-    if "size" not in records:
-        return length
-    text = records["size"]
-    if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise TarError(f"{path}: the member before byte {position} has size '{text[:20]}'; the shard is damaged")
-    return int(text)
 
 
 def member_header(name: str, size: int) -> bytes:

@@ -119,15 +119,15 @@ class TokenSource:
 
     def batch(self, indices: Indices) -> Fields:
         windows = np.empty((len(indices), self._context + 1), np.int64)
-        for row, index in enumerate(indices):
-            windows[row] = self._read(int(index) * self._context, self._context + 1)
+        for place, index in enumerate(indices):
+            windows[place] = self._read(int(index) * self._context, self._context + 1)
         vocabulary = MOST_VOCABULARY if self._about is None else self._about.vocabulary
         if windows.size and windows.max() >= vocabulary:
             row, column = np.unravel_index(int(windows.argmax()), windows.shape)
-            place = int(indices[row]) * self._context + int(column)
+            first = int(indices[row]) * self._context
             raise DataError(
-                f"tokens file {self._path}: token {windows.max()} at position {place}, but the vocabulary has "
-                f"{vocabulary}; convert the text again"
+                f"tokens file {self._path}: token {windows.max()} at position {first + int(column)}, but the "
+                f"vocabulary has {vocabulary}; convert the text again"
             )
         tokens = torch.from_numpy(windows)
         return {"input_ids": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
