@@ -1,8 +1,8 @@
 """What a run measures: its speed (`steady_rate`, the only definition), its metrics and its timeline. Units of bytes.
 
-A `Unit` is what throughput counts: images, or the tokens of a sample. A metric of an evaluation is a total over a
-count, both summed over all samples and replicas (`metric_values`); how one is named, written and compared is here too.
-`RecentRate` is the speed at one moment of a run, as metrics.jsonl and trackers have it for every step.
+A `ThroughputUnit` is what throughput counts: images, or the tokens of a sample. A metric of an evaluation is a total
+over a count, both summed over all samples and replicas (`metric_values`); how one is named, written and compared is
+here too. `RecentRate` is the speed at one moment of a run, as metrics.jsonl and trackers have it for every step.
 A `Timeline`, measured or simulated, has the spans of all ranks; it says how busy they were and becomes a trace for
 Perfetto.
 """
@@ -55,7 +55,7 @@ class SteadyRate:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ThroughputUnit:
     """What a run's throughput counts, and how many of it a sample has."""
 
     name: str = "images"
@@ -71,7 +71,7 @@ class Unit:
         return samples * self.per_sample
 
 
-IMAGES = Unit()
+IMAGES, SAMPLES = ThroughputUnit(), ThroughputUnit("samples")
 
 
 def format_rate(speed: float) -> str:
@@ -81,7 +81,7 @@ def format_rate(speed: float) -> str:
     return f"{speed:.1f}" if speed >= 1 else f"{speed:.2g}"
 
 
-def speed_words(rate: float | None, steady: int | None, unit: Unit = IMAGES) -> str:
+def speed_words(rate: float | None, steady: int | None, unit: ThroughputUnit = IMAGES) -> str:
     """A run's speed for people: how many steps it counts (None: not known), or that none was steady."""
     if rate is None:
         return "speed not known: no step was timed"

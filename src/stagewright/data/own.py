@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from stagewright.config.sources import SourceOptions
-from stagewright.data.formats.fields import IMAGES, SAMPLES, Fields, Indices, Unit, cast
+from stagewright.data.formats.fields import Fields, Indices, cast
 from stagewright.data.formats.records import DataError, require_limit
 from stagewright.data.formats.tensors import is_target
 from stagewright.data.order import AugmentSeed, ReplicaSlice
 from stagewright.data.pool import LoaderOptions
 from stagewright.errors import UserError, counted, first_line
+from stagewright.metrics import IMAGES, SAMPLES, ThroughputUnit
 from stagewright.objects import load_object
 
 PREFIX = "python"
@@ -119,7 +120,7 @@ class DatasetSource:
                 ) from error
 
     @cached_property
-    def unit(self) -> Unit:
+    def unit(self) -> ThroughputUnit:
         return IMAGES if any(field.dim() == 4 for field in self._few.values()) else SAMPLES
 
     @cached_property

@@ -23,7 +23,6 @@ from stagewright.data.decode import (
     parse_normalization,
     render,
 )
-from stagewright.data.formats.fields import IMAGES, Unit
 from stagewright.data.formats.fields import Fields as Fields
 from stagewright.data.formats.fields import cast as cast
 from stagewright.data.formats.fields import only_pair as only_pair
@@ -33,7 +32,7 @@ from stagewright.data.own import DatasetSource
 from stagewright.data.segmentation import MaskLabels
 from stagewright.data.table import open_table
 from stagewright.errors import UserError, is_out_of_memory
-from stagewright.metrics import GIB
+from stagewright.metrics import GIB, IMAGES, ThroughputUnit
 from stagewright.objects import load_callable
 
 
@@ -52,7 +51,7 @@ class Source(Protocol):
         ...
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> ThroughputUnit:
         """What throughput counts, and how many of it a sample has."""
         ...
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from stagewright.config.sources import SourceOptions
-from stagewright.data.formats.fields import IMAGES, Fields, Indices, to_device
+from stagewright.data.formats.fields import Fields, Indices, to_device
+from stagewright.metrics import IMAGES
 
 _NOISES = 64
 _COARSE = 8

@@ -9,7 +9,7 @@ from stagewright.metrics import (
     IMAGES,
     LOSS,
     MIB,
-    Unit,
+    ThroughputUnit,
     format_metric,
     format_rate,
     headline_metrics,
@@ -78,7 +78,7 @@ def _blocks(named: dict[str, Run]) -> Iterator[Block]:
     yield _configurations(named)
 
 
-def _throughputs(real: dict[str, Run], unit: Unit, colours: dict[str, int]) -> Iterator[Block]:
+def _throughputs(real: dict[str, Run], unit: ThroughputUnit, colours: dict[str, int]) -> Iterator[Block]:
     """Throughput over time, with the pauses of every run."""
     found = {name: points for name, run in real.items() if len(points := throughput(run, unit)) > 1}
     marks = tuple(
@@ -127,13 +127,13 @@ def _best(named: dict[str, Run]) -> Iterator[str]:
     yield f"{best} has the best {shown} (others: {rest})."
 
 
-def _common_unit(runs: dict[str, Run]) -> Unit:
+def _common_unit(runs: dict[str, Run]) -> ThroughputUnit:
     """The unit of all runs; samples where they differ."""
     units = {run.unit for run in runs.values()}
-    return units.pop() if len(units) == 1 else Unit("samples") if units else IMAGES
+    return units.pop() if len(units) == 1 else ThroughputUnit("samples") if units else IMAGES
 
 
-def _bars(real: dict[str, Run], unit: Unit, colours: dict[str, int]) -> Iterator[Bar]:
+def _bars(real: dict[str, Run], unit: ThroughputUnit, colours: dict[str, int]) -> Iterator[Bar]:
     for name, run in real.items():
         if speed := run.images_per_second:
             yield Bar(name, unit.of(speed), colour=colours[name])
@@ -141,7 +141,7 @@ def _bars(real: dict[str, Run], unit: Unit, colours: dict[str, int]) -> Iterator
             yield Bar(name, unit.of(run.predicted), is_predicted=True, colour=colours[name])
 
 
-def _overview(named: dict[str, Run], unit: Unit) -> Table:
+def _overview(named: dict[str, Run], unit: ThroughputUnit) -> Table:
     last_metrics = [run.evaluations[-1].metrics for run in named.values() if run.evaluations]
     names = list(dict.fromkeys(name for metrics in last_metrics for name in headline_metrics(metrics)))[:_MOST_METRICS]
     rows = []

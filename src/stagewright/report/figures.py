@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from stagewright.metrics import MIB, Unit, batch_seconds, format_metric, format_rate, metric_label
+from stagewright.metrics import MIB, ThroughputUnit, batch_seconds, format_metric, format_rate, metric_label
 from stagewright.report.page import Mark, Point, Tile, Tiles
 from stagewright.report.read import Run
 from stagewright.report.timeline import busy_shares
@@ -156,7 +156,7 @@ def busiest_rank(run: Run, shares: Sequence[float]) -> str:
     return run.rank_map.labels[shares.index(max(shares))]
 
 
-def throughput(run: Run, unit: Unit) -> tuple[Point, ...]:
+def throughput(run: Run, unit: ThroughputUnit) -> tuple[Point, ...]:
     """Throughput over groups of consecutive steps; steps that a pause delayed are left out."""
     took, delayed = batch_seconds(run.steps), run.interrupted
     steps = [step for step in run.steps if step.batch in took and step.batch not in delayed]

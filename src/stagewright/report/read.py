@@ -24,7 +24,7 @@ from stagewright.events import (
     read_usage,
 )
 from stagewright.files import MOST_RUN_BYTES, read_regular, read_text
-from stagewright.metrics import IMAGES, Span, SteadyRate, Timeline, Unit, headline_metrics, steady_rate
+from stagewright.metrics import IMAGES, Span, SteadyRate, ThroughputUnit, Timeline, headline_metrics, steady_rate
 
 _PLAN_FIELDS: dict[str, Any] = {
     "mode": str,
@@ -59,7 +59,7 @@ class Facts:
     plan: dict[str, Any]
     config: dict[str, Any]
     batches: int | None  # to train in total
-    unit: Unit  # of its throughput
+    unit: ThroughputUnit  # of its throughput
 
     @property
     def name(self) -> str:
@@ -250,13 +250,13 @@ def read_plan_fields(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in found.items() if fits(value, _PLAN_FIELDS.get(name, Any))}
 
 
-def read_unit(folder: Path) -> Unit:
+def read_unit(folder: Path) -> ThroughputUnit:
     """What a run's throughput counts, by its job.json or summary.json; images where neither tells."""
     for file in ("job.json", "summary.json"):
         found = read_object(folder / file) or {}
         name, per_sample = found.get("unit"), found.get("per_sample")
         if fits(name, str) and name and fits(per_sample, int) and per_sample:
-            return Unit(printable(name)[:_LONGEST_UNIT], per_sample)
+            return ThroughputUnit(printable(name)[:_LONGEST_UNIT], per_sample)
     return IMAGES
 
 

@@ -280,7 +280,7 @@ def has_pairs(source: Source) -> bool:
 
 
 def _suitable(source: Source, fields: Mapping[str, Tensor]) -> str:
-    if source.unit[0] == "tokens":
+    if source.unit.name == "tokens":
         return "next-token"
     target = next((fields[name] for name in source.targets), None)
     if target is None:

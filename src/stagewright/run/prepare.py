@@ -216,7 +216,6 @@ def _tried(opening: Opening, voice: Voice) -> Prepared:
     exports = not launch.is_scripted and _exports(config, chain.model, pieces, launch.keeps_weights)
     require_optimizer(config, chain.model, pieces)
     training, evaluation = dry_run(opening, plan, pieces, facts, voice)
-    unit, per_sample = opening.source.unit
     job = Job(
         config,
         plan,
@@ -237,8 +236,8 @@ def _tried(opening: Opening, voice: Voice) -> Prepared:
         samples=len(opening.source),
         fingerprint=opening.source.fingerprint,
         export="" if exports else None,
-        unit=unit,
-        per_sample=per_sample,
+        unit=opening.source.unit.name,
+        per_sample=opening.source.unit.per_sample,
         is_scripted=launch.is_scripted,
     )
     job = job if opening.resume is None else opening.resume.apply(job, facts, chain.model, voice)

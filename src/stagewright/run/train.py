@@ -28,7 +28,7 @@ from stagewright.config.sections import Config
 from stagewright.config.toml import as_tables
 from stagewright.errors import Interrupted, RunFailed, UserError, first_line, printable
 from stagewright.events import Best, Evaluated, Step
-from stagewright.metrics import IMAGES, Unit, format_rate, metric_words
+from stagewright.metrics import IMAGES, ThroughputUnit, format_rate, metric_words
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
 from stagewright.planning.run_setting import memory_setting
@@ -76,9 +76,9 @@ class Result:
     exported: Path | None
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> ThroughputUnit:
         """What its throughput counts; `images_per_second` of its steps and summary are samples."""
-        return Unit(self.summary.get("unit", IMAGES.name), self.summary.get("per_sample", 1))
+        return ThroughputUnit(self.summary.get("unit", IMAGES.name), self.summary.get("per_sample", 1))
 
     def weights(self) -> dict[str, Tensor]:
         """The trained weights by the parameter names of the whole model.

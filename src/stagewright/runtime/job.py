@@ -14,7 +14,7 @@ from stagewright.config.groups import Group
 from stagewright.config.sections import Config
 from stagewright.data.order import Order
 from stagewright.events import Best
-from stagewright.metrics import LOSS, Criterion, Unit
+from stagewright.metrics import LOSS, Criterion, ThroughputUnit
 from stagewright.model.chain import Way
 from stagewright.model.loss import LossOptions
 from stagewright.model.networks.weights import Start
@@ -71,8 +71,8 @@ class Job:
     is_scripted: bool = False  # a script's own loop drives every rank, and sees the loss of each batch
 
     @property
-    def throughput_unit(self) -> Unit:
-        return Unit(self.unit, self.per_sample)
+    def throughput_unit(self) -> ThroughputUnit:
+        return ThroughputUnit(self.unit, self.per_sample)
 
     @property
     def order(self) -> Order:

@@ -22,6 +22,7 @@ from stagewright.data.sources import (
 )
 from stagewright.data.synthetic import SyntheticSource
 from stagewright.errors import UserError
+from stagewright.metrics import SAMPLES
 
 
 def test_a_synthetic_sample_depends_only_on_its_index() -> None:
@@ -139,7 +140,7 @@ def test_any_fields_are_inputs_or_targets_by_their_names(tmp_path: Path) -> None
     }
     source = TensorSource(save_fields(tmp_path / "t", **fields))
     assert source.targets == ("label", "targets") and source.classes == 3 and source.has_ignored
-    assert source.unit == ("samples", 1) and len(source) == 4
+    assert source.unit == SAMPLES and len(source) == 4
     found = source.batch(np.array([3, 1]))
     assert found.keys() == fields.keys()
     for name, tensor in found.items():

@@ -15,6 +15,7 @@ from stagewright.data.loader import make_loaders
 from stagewright.data.order import EvaluationSampler, ReplicaSlice
 from stagewright.data.pool import Decode, LoaderOptions
 from stagewright.data.sources import ImageSource, open_source
+from stagewright.metrics import IMAGES
 
 
 def open_rows(path: Path, text: str, limit: int | None = None) -> ImageSource:
@@ -32,7 +33,7 @@ def test_numbers_belong_to_their_images(tmp_path: Path) -> None:
     one = open_rows(tmp_path / "t.csv", "path,age\n" + "".join(f"{number}.png,{number}.5\n" for number in range(6)))
     fields = one.batch(np.array([4, 1]))
     assert fields["target"].tolist() == [4.5, 1.5] and fields["image"][:, 0, 8, 8].tolist() == [4, 1]
-    assert (one.targets, one.classes, one.unit, len(one)) == (("target",), 0, ("images", 1), 6)
+    assert (one.targets, one.classes, one.unit, len(one)) == (("target",), 0, IMAGES, 6)
     two = open_rows(tmp_path / "t.csv", 'x,"path",y\n-1e3,3.png,2\n\n4,5.png,6\n')
     assert two.batch(np.array([1, 0]))["target"].tolist() == [[4, 6], [-1000, 2]]
     assert two.fingerprint != open_rows(tmp_path / "t.csv", "x,path,y\n-1e3,3.png,2\n4,5.png,7\n").fingerprint

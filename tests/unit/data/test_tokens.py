@@ -21,6 +21,7 @@ from stagewright.data.loader import make_loaders
 from stagewright.data.order import DataChanged, Order, Position, ReplicaSlice, TrainingSampler
 from stagewright.data.pool import LoaderOptions
 from stagewright.data.sources import open_source
+from stagewright.metrics import ThroughputUnit
 from tests.commands import fails
 
 
@@ -34,7 +35,7 @@ def write_tokens(path: Path, tokens: Any, kind: str = "<u2", about: object = Non
 def test_samples_are_windows_with_their_next_tokens(tmp_path: Path) -> None:
     source = TokenSource(write_tokens(tmp_path / "t.bin", range(10)), 4)
     fields = source.batch(np.array([1, 0]))
-    assert len(source) == 2 and source.classes == 10 and source.unit == ("tokens", 4)
+    assert len(source) == 2 and source.classes == 10 and source.unit == ThroughputUnit("tokens", 4)
     assert fields["input_ids"].tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]] and source.targets == ("targets",)
     assert fields["targets"].tolist() == [[5, 6, 7, 8], [1, 2, 3, 4]]
     assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in fields.values())
@@ -71,7 +72,7 @@ def test_a_limit_takes_windows_evenly_spread(tmp_path: Path) -> None:
     path = write_tokens(tmp_path / "t.bin", range(41))
     source = open_source(f"tokens:{path}", SourceOptions(limit=4, context=4))
     assert source.batch(np.arange(4))["input_ids"][:, 0].tolist() == [0, 8, 20, 28]
-    assert source.targets == ("targets",) and source.unit == ("tokens", 4) and source.classes == 41
+    assert source.targets == ("targets",) and source.unit == ThroughputUnit("tokens", 4) and source.classes == 41
 
 
 @pytest.mark.parametrize(

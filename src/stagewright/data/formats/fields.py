@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,16 +14,6 @@ from stagewright.errors import UserError
 Indices = NDArray[np.int64]  # of samples
 Fields = dict[str, Tensor]  # one tensor per name; all begin with the number of samples
 IGNORED = -100  # a target that no loss counts, as torch's ignore_index
-
-
-class Unit(NamedTuple):
-    """What throughput counts."""
-
-    name: str  # plural
-    per_sample: int
-
-
-IMAGES, SAMPLES = Unit("images", 1), Unit("samples", 1)
 
 
 def cast(fields: Mapping[str, Tensor], targets: Collection[str], dtype: torch.dtype) -> Fields:

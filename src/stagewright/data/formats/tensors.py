@@ -16,8 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stagewright.config.sources import SourceOptions
-from stagewright.data.formats.fields import IGNORED, IMAGES, SAMPLES, Fields, Indices
+from stagewright.data.formats.fields import IGNORED, Fields, Indices
 from stagewright.errors import UserError, first_line
+from stagewright.metrics import IMAGES, SAMPLES
 
 _TARGETS = {"label", "labels", "target", "targets"}
 _IMAGES = {"image", "images"}

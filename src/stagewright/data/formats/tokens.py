@@ -24,10 +24,11 @@ import torch
 from numpy.typing import NDArray
 
 from stagewright.config.sources import SourceOptions
-from stagewright.data.formats.fields import Fields, Indices, Unit
+from stagewright.data.formats.fields import Fields, Indices
 from stagewright.data.formats.records import DataError
 from stagewright.errors import counted, first_line
 from stagewright.files import open_regular, read_text
+from stagewright.metrics import ThroughputUnit
 
 MOST_VOCABULARY = 2**31  # tokens are 64-bit signed numbers in a model
 _TYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -82,7 +83,7 @@ class TokenSource:
     def __init__(self, path: str, context: int) -> None:
         self._path = path
         self._context = context
-        self.unit = Unit("tokens", context)
+        self.unit = ThroughputUnit("tokens", context)
         self._about = TokenFile.read(path)
         kind = self._about.dtype if self._about else ("uint32" if path.endswith(".u32") else "uint16")
         self._type = _TYPES[kind]

@@ -18,7 +18,7 @@ from stagewright.events import Evaluated, Step, read_records
 from stagewright.files import open_regular
 from stagewright.metrics import (
     IMAGES,
-    Unit,
+    ThroughputUnit,
     format_metric,
     format_rate,
     headline_metrics,
@@ -52,7 +52,7 @@ class Entry:
     metric: str = ""  # the first of its last evaluation
     value: float | None = None
     fault: str = ""  # why it failed
-    unit: Unit = IMAGES
+    unit: ThroughputUnit = IMAGES
 
     @property
     def id(self) -> str:

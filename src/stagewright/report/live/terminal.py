@@ -23,7 +23,7 @@ from rich.text import Text
 
 from stagewright.errors import counted, printable
 from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Step, Unsaved
-from stagewright.metrics import IMAGES, MIB, Span, Timeline, Unit, format_rate, metric_words, steady_rate
+from stagewright.metrics import IMAGES, MIB, Span, ThroughputUnit, Timeline, format_rate, metric_words, steady_rate
 from stagewright.report.columns import Column, Row
 from stagewright.report.live.progress import Progress
 from stagewright.voice import Voice
@@ -204,7 +204,7 @@ class RunConsole:
         batch_size: int,
         log_every: int,
         evaluated_on: str,
-        unit: Unit = IMAGES,
+        unit: ThroughputUnit = IMAGES,
         starting: Progress | None = None,
         ranks: int = 1,
     ) -> None:

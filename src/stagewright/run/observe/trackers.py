@@ -19,7 +19,7 @@ from stagewright.config.sections import Config
 from stagewright.config.toml import as_tables
 from stagewright.errors import UserError, printable
 from stagewright.events import Evaluated, Step, Usage
-from stagewright.metrics import IMAGES, Unit
+from stagewright.metrics import IMAGES, ThroughputUnit
 from stagewright.report.markdown import as_row
 from stagewright.voice import Voice
 
@@ -40,7 +40,9 @@ def require_tracker(config: Config) -> None:
 
 
 @contextmanager
-def tracked(config: Config, folder: Path, voice: Voice, unit: Unit = IMAGES) -> Iterator[Callable[[object], None]]:
+def tracked(
+    config: Config, folder: Path, voice: Voice, unit: ThroughputUnit = IMAGES
+) -> Iterator[Callable[[object], None]]:
     """Yield the function that takes the events of a run, and close the tracker at the end."""
     if config.run.track == "none":
         yield lambda event: None
@@ -55,7 +57,7 @@ def tracked(config: Config, folder: Path, voice: Voice, unit: Unit = IMAGES) -> 
 class _Sender:
     """A thread that sends events to a tracker, one after the other."""
 
-    def __init__(self, tracker: Tracker, name: str, voice: Voice, unit: Unit = IMAGES) -> None:
+    def __init__(self, tracker: Tracker, name: str, voice: Voice, unit: ThroughputUnit = IMAGES) -> None:
         self._unit = unit
         self._log, self._close = tracker
         self._name = name
@@ -95,7 +97,7 @@ class _Sender:
             self._voice.warn(f"{self._name} stopped taking events: {type(error).__name__}: {words}; training continues")
 
 
-def values_of(event: object, unit: Unit = IMAGES) -> dict[str, float]:
+def values_of(event: object, unit: ThroughputUnit = IMAGES) -> dict[str, float]:
     """The numbers of an event, by the names that trackers show; none for most kinds of events."""
     if isinstance(event, Step):
         found = {"loss": event.loss, "lr": event.lr}

@@ -16,7 +16,7 @@ import pytest
 from stagewright.cli.main import main
 from stagewright.config.toml import make_config
 from stagewright.events import Evaluated, GpuUsage, RankUsage, Saved, Step, Usage
-from stagewright.metrics import Unit
+from stagewright.metrics import ThroughputUnit
 from stagewright.run.observe.trackers import require_tracker, tracked, values_of
 from stagewright.voice import SILENT, Voice
 
@@ -200,7 +200,7 @@ def test_metrics_and_the_unit_of_throughput_have_their_names() -> None:
         "eval/mae": 0.5,
         "eval/iou/3": 1.0,
     }
-    assert values_of(STEP, Unit("tokens", 256))["train/tokens_per_second"] == 256 * 300.0
+    assert values_of(STEP, ThroughputUnit("tokens", 256))["train/tokens_per_second"] == 256 * 300.0
 
 
 def test_no_tracker_is_imported_by_default(tmp_path: Path) -> None:
