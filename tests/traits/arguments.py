@@ -9,36 +9,27 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.traits.trait import CLASSES, WIDTH, Block, Stack, trait
+from tests.traits.trait import CLASSES, WIDTH, Block, Stack, forward, step, trait
 
 _TABLE = torch.linspace(0.5, 1.5, WIDTH)
 _SHIFT = torch.full((WIDTH,), 0.25, dtype=torch.float64)
 
 
-@trait("constants made in forward")
-class Constants(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            x = block(x) + torch.arange(WIDTH) * 0.01 + torch.tensor([0.1 * index])
-            x = x @ torch.eye(WIDTH, dtype=x.dtype)
-        return self.head(x)
+@forward("constants made in forward")
+def constants(self, x):
+    for index, block in enumerate(self.blocks):
+        x = block(x) + torch.arange(WIDTH) * 0.01 + torch.tensor([0.1 * index])
+        x = x @ torch.eye(WIDTH, dtype=x.dtype)
+    return self.head(x)
 
 
-@trait("constants by the batch's size")
-class ShapedConstants(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) + 0.1 * torch.arange(x.shape[0], dtype=x.dtype, device=x.device).unsqueeze(1)
-            x = torch.cat([x, torch.zeros(x.shape[0], 1, dtype=x.dtype)], 1)[:, :WIDTH]
-        return self.head(x)
+@step("constants by the batch's size")
+def shaped_constants(self, block, x):
+    x = block(x) + 0.1 * torch.arange(x.shape[0], dtype=x.dtype, device=x.device).unsqueeze(1)
+    return torch.cat([x, torch.zeros(x.shape[0], 1, dtype=x.dtype)], 1)[:, :WIDTH]
 
 
-@trait("a constant of the module's file")
-class GlobalConstant(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) * _TABLE.to(x.dtype)
-        return self.head(x)
+step("a constant of the module's file")(lambda self, block, x: block(x) * _TABLE.to(x.dtype))
 
 
 @trait("a tensor attribute as a constant")
@@ -53,13 +44,10 @@ class AttributeConstant(Stack):
         return self.head(x)
 
 
-@trait("numpy constants")
-class NumpyConstants(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) * torch.as_tensor(np.linspace(0.5, 1.5, WIDTH), dtype=x.dtype)
-            x = x * float(np.sqrt(0.5))
-        return self.head(x)
+@step("numpy constants")
+def numpy_constants(self, block, x):
+    x = block(x) * torch.as_tensor(np.linspace(0.5, 1.5, WIDTH), dtype=x.dtype)
+    return x * float(np.sqrt(0.5))
 
 
 @trait("optional arguments")
@@ -184,13 +172,12 @@ class NamedTuples(Stack):
         return self.head(named.x + named.total)
 
 
-@trait("a list of all features")
-class Dense(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        features = [x]
-        for block in self.blocks:
-            features.append(block(torch.stack(features).mean(0)))
-        return self.head(torch.stack(features[1:], 1).sum(1))
+@forward("a list of all features")
+def dense(self, x):
+    features = [x]
+    for block in self.blocks:
+        features.append(block(torch.stack(features).mean(0)))
+    return self.head(torch.stack(features[1:], 1).sum(1))
 
 
 @trait("nested containers")
@@ -226,12 +213,11 @@ class Numbered(nn.Module):
         return self.head(x)
 
 
-@trait("children out of order")
-class OutOfOrder(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for index in (2, 0, 3, 1):
-            x = self.blocks[index](x)
-        return self.head(x)
+@forward("children out of order")
+def out_of_order(self, x):
+    for index in (2, 0, 3, 1):
+        x = self.blocks[index](x)
+    return self.head(x)
 
 
 @trait("a list of modules")

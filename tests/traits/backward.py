@@ -8,27 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gumbel_softmax
 
-from tests.traits.trait import OR_REFUSED, WIDTH, Block, Stack, trait
+from tests.traits.trait import OR_REFUSED, WIDTH, Block, Stack, forward, inside, step, trait
 
 
-@trait("no_grad in a block")
-class NoGradInside(Stack):
-    class Scaled(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                scale = 1 + x.abs().mean(1, keepdim=True)
-            return super().forward(x) / scale
-
-    def block(self, index: int) -> nn.Module:
-        return self.Scaled()
+@inside("no_grad in a block")
+def no_grad_inside(self, x):
+    with torch.no_grad():
+        scale = 1 + x.abs().mean(1, keepdim=True)
+    return Block.forward(self, x) / scale
 
 
-@trait("no_grad around blocks")
-class NoGradAround(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.blocks[1](self.blocks[0](x))
-        return self.head(self.blocks[3](self.blocks[2](x)))
+@forward("no_grad around blocks")
+def no_grad_around(self, x):
+    with torch.no_grad():
+        x = self.blocks[1](self.blocks[0](x))
+    return self.head(self.blocks[3](self.blocks[2](x)))
 
 
 @trait("no_grad on a method")
@@ -43,42 +37,34 @@ class NoGradMethod(Stack):
         return self.head(x)
 
 
-@trait("enable_grad inside no_grad")
-class EnableGrad(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.blocks[0](x)
-            with torch.enable_grad():
-                x = self.blocks[1](x)
-            shift = self.blocks[2](x)
-        return self.head(self.blocks[3](x) + shift)
+@forward("enable_grad inside no_grad")
+def enable_grad(self, x):
+    with torch.no_grad():
+        x = self.blocks[0](x)
+        with torch.enable_grad():
+            x = self.blocks[1](x)
+        shift = self.blocks[2](x)
+    return self.head(self.blocks[3](x) + shift)
 
 
-@trait("set_grad_enabled")
-class SetGradEnabled(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            with torch.set_grad_enabled(index > 0):
-                x = block(x)
-        return self.head(x)
+@forward("set_grad_enabled")
+def set_grad_enabled(self, x):
+    for index, block in enumerate(self.blocks):
+        with torch.set_grad_enabled(index > 0):
+            x = block(x)
+    return self.head(x)
 
 
-@trait("detach")
-class Detached(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        total = x
-        for block in self.blocks:
-            x = block(total.detach())
-            total = total + x
-        return self.head(total)
+@forward("detach")
+def detached(self, x):
+    total = x
+    for block in self.blocks:
+        x = block(total.detach())
+        total = total + x
+    return self.head(total)
 
 
-@trait("data of a tensor", expected=OR_REFUSED)
-class Data(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) - 0.1 * x.data
-        return self.head(x)
+step("data of a tensor", expected=OR_REFUSED)(lambda self, block, x: block(x) - 0.1 * x.data)
 
 
 class Reverse(torch.autograd.Function):
@@ -92,12 +78,7 @@ class Reverse(torch.autograd.Function):
         return -ctx.scale * gradient, None
 
 
-@trait("gradient reversal")
-class Reversed(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) + Reverse.apply(x, 0.5)
-        return self.head(x)
+step("gradient reversal")(lambda self, block, x: block(x) + Reverse.apply(x, 0.5))
 
 
 class Cube(torch.autograd.Function):
@@ -128,13 +109,10 @@ class FunctionWithWeight(Stack):
         return self.Cubed()
 
 
-@trait("straight-through estimator")
-class StraightThrough(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            x = x + ((4 * x).round() / 4 - x).detach()
-        return self.head(x)
+@step("straight-through estimator")
+def straight_through(self, block, x):
+    x = block(x)
+    return x + ((4 * x).round() / 4 - x).detach()
 
 
 class Sign(torch.autograd.Function):
@@ -147,46 +125,25 @@ class Sign(torch.autograd.Function):
         return gradient.clamp(-1, 1)
 
 
-@trait("binary activations")
-class Binary(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = Sign.apply(block(x)) + 0.1 * x
-        return self.head(x)
+step("binary activations")(lambda self, block, x: Sign.apply(block(x)) + 0.1 * x)
+step("gumbel softmax", draws=True)(
+    lambda self, block, x: x + (gumbel_softmax(block(x), tau=0.7, hard=True) if self.training else block(x))
+)
 
 
-@trait("gumbel softmax", draws=True)
-class Gumbel(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + (gumbel_softmax(block(x), tau=0.7, hard=True) if self.training else block(x))
-        return self.head(x)
+@step("gradient inside forward", expected=OR_REFUSED)
+def inner_gradient(self, block, x):
+    with torch.enable_grad():
+        inner = x if x.requires_grad else x.detach().requires_grad_()
+        (step,) = torch.autograd.grad(block(inner).square().sum(), inner, create_graph=True)
+    return x - 0.1 * step
 
 
-@trait("gradient inside forward", expected=OR_REFUSED)
-class InnerGradient(Stack):
-    """A step along the gradient of an energy, taken in forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            with torch.enable_grad():
-                inner = x if x.requires_grad else x.detach().requires_grad_()
-                (step,) = torch.autograd.grad(block(inner).square().sum(), inner, create_graph=True)
-            x = x - 0.1 * step
-        return self.head(x)
+@forward("requires_grad_ inside forward", expected=OR_REFUSED)
+def requires_grad_inside(self, x):
+    if not x.requires_grad:
+        x = x.detach().requires_grad_()
+    return Stack.forward(self, x)
 
 
-@trait("requires_grad_ inside forward", expected=OR_REFUSED)
-class RequiresGradInside(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        if not x.requires_grad:
-            x = x.detach().requires_grad_()
-        return super().forward(x)
-
-
-@trait("branch on is_grad_enabled")
-class GradEnabledBranch(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) if torch.is_grad_enabled() else 0.5 * block(x)
-        return self.head(x)
+step("branch on is_grad_enabled")(lambda self, block, x: block(x) if torch.is_grad_enabled() else 0.5 * block(x))

@@ -15,6 +15,7 @@ from tests.traits.trait import (
     WIDTH,
     Block,
     Stack,
+    step,
     through_blocks,
     trait,
 )
@@ -80,19 +81,16 @@ class Cells(nn.Module):
         for cell in self.cells:
             hidden = torch.zeros(x.shape[0], WIDTH, dtype=x.dtype)
             outputs = []
-            for step in range(x.shape[1]):
-                hidden = cell(x[:, step], hidden)
+            for number in range(x.shape[1]):
+                hidden = cell(x[:, number], hidden)
                 outputs.append(hidden)
             x = torch.stack(outputs, 1)
         return self.head(x[:, -1])
 
 
-@trait("normalizes over the batch", notes="over the microbatch, in one process as well")
-class BatchStatistics(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x - x.mean(0, keepdim=True))
-        return self.head(x)
+step("normalizes over the batch", notes="over the microbatch, in one process as well")(
+    lambda self, block, x: block(x - x.mean(0, keepdim=True))
+)
 
 
 @trait("routes samples to experts", expected=OR_REFUSED)
@@ -124,10 +122,7 @@ class Experts(nn.Module):
         return self.head(self.layers(x))
 
 
-@trait("dense routing by one-hot")
-class DenseExperts(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            chosen = one_hot(x[:, :3].argmax(1), WIDTH).to(x.dtype)
-            x = block(x) + chosen
-        return self.head(x)
+@step("dense routing by one-hot")
+def dense_experts(self, block, x):
+    chosen = one_hot(x[:, :3].argmax(1), WIDTH).to(x.dtype)
+    return block(x) + chosen

@@ -7,23 +7,12 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.traits.trait import CLASSES, OR_REFUSED, WIDTH, Block, Stack, trait
+from tests.traits.trait import CLASSES, OR_REFUSED, WIDTH, Block, Stack, forward, step, trait
 
-
-@trait("non-reentrant checkpoints")
-class Checkpointed(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
-
-
-@trait("reentrant checkpoints", notes="no block trains: nothing that enters one needs a gradient")
-class Reentrant(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        return self.head(x)
+step("non-reentrant checkpoints")(lambda self, block, x: checkpoint(block, x, use_reentrant=False))
+step("reentrant checkpoints", notes="no block trains: nothing that enters one needs a gradient")(
+    lambda self, block, x: checkpoint(block, x, use_reentrant=True)
+)
 
 
 @trait("reentrant checkpoints behind a layer")
@@ -66,20 +55,18 @@ class CheckpointedDropout(Stack):
         return self.head(x)
 
 
-@trait("checkpoint of a function", expected=OR_REFUSED)
-class CheckpointedFunction(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        def pair(x: Tensor, index: int) -> Tensor:
-            return self.blocks[index + 1](self.blocks[index](x))
+@forward("checkpoint of a function", expected=OR_REFUSED)
+def checkpointed_function(self, x):
+    def pair(x: Tensor, index: int) -> Tensor:
+        return self.blocks[index + 1](self.blocks[index](x))
 
-        for index in (0, 2):
-            x = checkpoint(pair, x, index, use_reentrant=False)
-        return self.head(x)
+    for index in (0, 2):
+        x = checkpoint(pair, x, index, use_reentrant=False)
+    return self.head(x)
 
 
-@trait("checkpoints in training alone")
-class CheckpointedTraining(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.training and torch.is_grad_enabled() else block(x)
-        return self.head(x)
+step("checkpoints in training alone")(
+    lambda self, block, x: (
+        checkpoint(block, x, use_reentrant=False) if self.training and torch.is_grad_enabled() else block(x)
+    )
+)

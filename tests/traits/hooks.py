@@ -6,53 +6,30 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tests.traits.trait import OR_REFUSED, Stack, trait
+from tests.traits.trait import OR_REFUSED, Stack, on_blocks, on_model, step, trait
+
+on_blocks("forward hooks on blocks")(
+    lambda block: block.register_forward_hook(lambda module, args, output: 0.9 * output + 0.05)
+)
+on_blocks("forward pre-hooks on blocks")(
+    lambda block: block.register_forward_pre_hook(lambda module, args: (args[0] - 0.1,))
+)
+on_blocks("hooks on layers of torch")(
+    lambda block: block.linear.register_forward_hook(lambda module, args, output: output.sin())
+)
+on_blocks("hooks with keyword arguments")(
+    lambda block: block.register_forward_pre_hook(
+        lambda module, args, kwargs: ((2 * args[0],), kwargs), with_kwargs=True
+    )
+)
 
 
-@trait("forward hooks on blocks")
-def forward_hooks() -> nn.Module:
-    model = Stack()
-    for block in model.blocks:
-        block.register_forward_hook(lambda module, args, output: 0.9 * output + 0.05)
-    return model
-
-
-@trait("forward pre-hooks on blocks")
-def forward_pre_hooks() -> nn.Module:
-    model = Stack()
-    for block in model.blocks:
-        block.register_forward_pre_hook(lambda module, args: (args[0] - 0.1,))
-    return model
-
-
-@trait("hooks on layers of torch")
-def layer_hooks() -> nn.Module:
-    model = Stack()
-    for block in model.blocks:
-        block.linear.register_forward_hook(lambda module, args, output: output.sin())  # type: ignore[union-attr]
-    return model
-
-
-@trait("hooks with keyword arguments")
-def keyword_hooks() -> nn.Module:
-    model = Stack()
-    for block in model.blocks:
-        block.register_forward_pre_hook(lambda module, args, kwargs: ((2 * args[0],), kwargs), with_kwargs=True)
-    return model
-
-
-@trait("forward hook on the model")
-def model_hook() -> nn.Module:
-    model = Stack()
-    model.register_forward_hook(lambda module, args, output: 3 * output)
-    return model
-
-
-@trait("forward pre-hook on the model")
-def model_pre_hook() -> nn.Module:
-    model = Stack()
-    model.register_forward_pre_hook(lambda module, args: (args[0].clamp(-0.5, 0.5),))
-    return model
+on_model("forward hook on the model")(
+    lambda model: model.register_forward_hook(lambda module, args, output: 3 * output)
+)
+on_model("forward pre-hook on the model")(
+    lambda model: model.register_forward_pre_hook(lambda module, args: (args[0].clamp(-0.5, 0.5),))
+)
 
 
 @trait("full backward hooks on blocks")
@@ -66,21 +43,17 @@ def backward_hooks() -> nn.Module:
     return model
 
 
-@trait("backward hook on the model", expected=OR_REFUSED)
-def model_backward_hook() -> nn.Module:
-    model = Stack()
-    model.register_full_backward_pre_hook(lambda module, outputs: (0.5 * outputs[0],))
-    return model
+on_model("backward hook on the model", expected=OR_REFUSED)(
+    lambda model: model.register_full_backward_pre_hook(lambda module, outputs: (0.5 * outputs[0],))
+)
 
 
-@trait("hook on a tensor")
-class TensorHook(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            if x.requires_grad:
-                x.register_hook(lambda gradient: 0.5 * gradient)
-        return self.head(x)
+@step("hook on a tensor")
+def tensor_hook(self, block, x):
+    x = block(x)
+    if x.requires_grad:
+        x.register_hook(lambda gradient: 0.5 * gradient)
+    return x
 
 
 @trait("hooks on parameters", expected=OR_REFUSED)

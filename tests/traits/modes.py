@@ -6,23 +6,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softmax
 
-from tests.traits.trait import CLASSES, IMAGE, OR_REFUSED, WIDTH, Block, Images, Stack, through_blocks, trait
+from tests.traits.trait import CLASSES, IMAGE, OR_REFUSED, WIDTH, Block, Images, Stack, forward, through_blocks, trait
 
 
-@trait("another path in evaluation")
-class OtherEvaluation(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) if self.training else torch.tanh(block(x))
-        return self.head(x) if self.training else softmax(self.head(x), 1)
+@forward("another path in evaluation")
+def other_evaluation(self, x):
+    for block in self.blocks:
+        x = block(x) if self.training else torch.tanh(block(x))
+    return self.head(x) if self.training else softmax(self.head(x), 1)
 
 
-@trait("fewer blocks in evaluation", expected=OR_REFUSED)
-class FewerInEvaluation(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks if self.training else self.blocks[:2]:  # type: ignore[attr-defined]
-            x = block(x)
-        return self.head(x)
+@forward("fewer blocks in evaluation", expected=OR_REFUSED)
+def fewer_in_evaluation(self, x):
+    for block in self.blocks if self.training else self.blocks[:2]:  # type: ignore[attr-defined]
+        x = block(x)
+    return self.head(x)
 
 
 @trait("another head in evaluation", expected=OR_REFUSED)

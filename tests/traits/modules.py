@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.traits.trait import CLASSES, OR_REFUSED, WIDTH, Block, Stack, trait
+from tests.traits.trait import CLASSES, OR_REFUSED, WIDTH, Block, Stack, forward, step, trait
 
 
 @trait("scripted blocks")
@@ -110,50 +110,39 @@ class Wrapped(nn.Module):
         return self.head(self.outer(x))
 
 
-@trait("autocast inside forward")
-class Autocast(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            x = self.blocks[0](x.float()).to(x.dtype) if x.dtype == torch.float32 else self.blocks[0](x)
-            x = self.blocks[1](x)
-        return self.head(self.blocks[3](self.blocks[2](x)))
+@forward("autocast inside forward")
+def autocast(self, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = self.blocks[0](x.float()).to(x.dtype) if x.dtype == torch.float32 else self.blocks[0](x)
+        x = self.blocks[1](x)
+    return self.head(self.blocks[3](self.blocks[2](x)))
 
 
-@trait("autocast inside forward in fp32", precision="fp32")
-class Autocast32(Stack):
-    def forward(self, x: Tensor) -> Tensor:
+@step("autocast inside forward in fp32", precision="fp32")
+def autocast32(self, block, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = block(x)
+    return x.float()
+
+
+@forward("a default type set inside forward", expected=OR_REFUSED)
+def default_type(self, x):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
         for block in self.blocks:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                x = block(x)
-            x = x.float()
-        return self.head(x)
+            x = block(x) + torch.full((WIDTH,), 0.1).to(x.dtype) / torch.ones(()).element_size()
+    finally:
+        torch.set_default_dtype(before)
+    return self.head(x)
 
 
-@trait("a default type set inside forward", expected=OR_REFUSED)
-class DefaultType(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            for block in self.blocks:
-                x = block(x) + torch.full((WIDTH,), 0.1).to(x.dtype) / torch.ones(()).element_size()
-        finally:
-            torch.set_default_dtype(before)
-        return self.head(x)
+@step("functional_call inside forward", expected=OR_REFUSED)
+def inner_call(self, block, x):
+    moved = {name: 0.9 * parameter for name, parameter in block.named_parameters()}
+    return torch.func.functional_call(block, moved, (x,))
 
 
-@trait("functional_call inside forward", expected=OR_REFUSED)
-class InnerCall(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            moved = {name: 0.9 * parameter for name, parameter in block.named_parameters()}
-            x = torch.func.functional_call(block, moved, (x,))
-        return self.head(x)
-
-
-@trait("vmap inside forward", expected=OR_REFUSED)
-class Mapped(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.vmap(lambda row, block=block: block(row) * row.norm())(x)
-        return self.head(x)
+step("vmap inside forward", expected=OR_REFUSED)(
+    lambda self, block, x: torch.vmap(lambda row, block=block: block(row) * row.norm())(x)
+)

@@ -5,7 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.traits.trait import CLASSES, OR_REFUSED, TOKENS, VOCABULARY, WIDTH, Block, Stack, through_blocks, trait
+from tests.traits.trait import (
+    CLASSES,
+    OR_REFUSED,
+    TOKENS,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Stack,
+    forward,
+    step,
+    through_blocks,
+    trait,
+)
 
 
 @trait("parameters in a list", notes="not registered: no optimizer sees them")
@@ -84,20 +96,14 @@ class SharedParameter(Stack):
         return self.head(x)
 
 
-@trait("one block four times", expected=OR_REFUSED)
-class RepeatedBlock(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = self.blocks[0](x)
-        return self.head(self.blocks[3](self.blocks[2](self.blocks[1](x))))
+@forward("one block four times", expected=OR_REFUSED)
+def repeated_block(self, x):
+    for _ in range(4):
+        x = self.blocks[0](x)
+    return self.head(self.blocks[3](self.blocks[2](self.blocks[1](x))))
 
 
-@trait("a block called twice in a row")
-class TwiceBlock(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(block(x))
-        return self.head(x)
+step("a block called twice in a row")(lambda self, block, x: block(block(x)))
 
 
 @trait("weights tied across the model", sample=TOKENS, is_tokens=True, expected=OR_REFUSED)

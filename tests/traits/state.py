@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from benchmarks.models.own import Codebook
-from tests.traits.trait import CLASSES, OR_REFUSED, SEQUENCE, WIDTH, Block, Stack, through_blocks, trait
+from tests.traits.trait import CLASSES, OR_REFUSED, SEQUENCE, WIDTH, Block, Stack, step, through_blocks, trait
 
 
 class _Stateful(Block):
@@ -271,10 +271,8 @@ class CachedTable(Stack):
         return self.head(x.mean(1))
 
 
-@trait("output kept as an attribute")
-class KeptOutput(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            self.last = x.detach()
-        return self.head(x)
+@step("output kept as an attribute")
+def kept_output(self, block, x):
+    x = block(x)
+    self.last = x.detach()
+    return x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -71,6 +72,62 @@ def trait(name: str, **options: Any) -> Callable[[Callable[[], Any]], Callable[[
     return add
 
 
+def row(name: str, function: Callable[..., Any], factory: Any, **options: Any) -> Any:
+    """Add a factory that a function was made into, under the function's name or that of its trait."""
+    home, called = sys.modules[function.__module__], function.__name__
+    if called == "<lambda>":
+        called = name.title().replace(" ", "")
+        assert not hasattr(home, called)
+        setattr(home, called, factory)
+    factory.__name__, factory.__qualname__, factory.__module__ = called, called, home.__name__
+    return trait(name, **options)(factory)
+
+
+def inside(name: str, **options: Any) -> Callable[..., Any]:
+    """A trait of the code of every block: `function(block, x)` is its forward."""
+
+    def make(function: Callable[..., Any]) -> Any:
+        block = type(function.__name__, (Block,), {"forward": function, "__module__": function.__module__})
+        return row(name, function, type("", (Stack,), {"block": lambda self, index: block()}), **options)
+
+    return make
+
+
+def on_model(name: str, **options: Any) -> Callable[..., Any]:
+    """A trait of what the author does to a model."""
+
+    def make(function: Callable[..., Any]) -> Any:
+        def factory() -> nn.Module:
+            model = Stack()
+            function(model)
+            return model
+
+        return row(name, function, factory, **options)
+
+    return make
+
+
+def on_blocks(name: str, **options: Any) -> Callable[..., Any]:
+    """A trait of what the author does to each block."""
+    return lambda function: row(name, function, lambda: _each_block(function), **options)
+
+
+def _each_block(function: Callable[..., Any]) -> nn.Module:
+    model = Stack()
+    for block in model.blocks:
+        function(block)
+    return model
+
+
+def overriding(base: type[nn.Module], method: str) -> Callable[..., Callable[..., Any]]:
+    """Makes traits of one method: `overriding(Stack, "forward")("name")(function)`."""
+
+    def named(name: str, **options: Any) -> Callable[..., Any]:
+        return lambda function: row(name, function, type("", (base,), {method: function}), **options)
+
+    return named
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +138,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Four blocks and a head; a trait overrides `block` or `forward`."""
+    """Four blocks and a head; a trait overrides `block`, `step` or `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,9 +148,12 @@ class Stack(nn.Module):
     def block(self, index: int) -> nn.Module:
         return Block()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def step(self, block: nn.Module, x: Any) -> Any:
+        return block(x)
+
+    def forward(self, x: Any) -> Any:
         for block in self.blocks:
-            x = block(x)
+            x = self.step(block, x)
         return self.head(x)
 
 
@@ -120,9 +180,12 @@ class Images(nn.Module):
     def block(self, index: int, channels: int) -> nn.Module:
         return Normed(channels)
 
+    def step(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x)
+            x = self.step(block, x)
         return self.head(x.mean((2, 3)))
 
 
@@ -130,3 +193,7 @@ def through_blocks(model: Stack, x: Tensor) -> Tensor:
     for block in model.blocks:
         x = block(x)
     return x
+
+
+forward, image_forward = overriding(Stack, "forward"), overriding(Images, "forward")
+step, image_step = overriding(Stack, "step"), overriding(Images, "step")  # (model, block, x), of each block

@@ -2,94 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from tests.traits.trait import OR_REFUSED, Block, Stack, trait
+from tests.traits.trait import OR_REFUSED, Block, Stack, forward, inside, step, trait
+
+step("isinstance of a value")(lambda self, block, x: block(x) if isinstance(x, Tensor) else block(2 * x))
 
 
-@trait("isinstance of a value")
-class IsInstance(Stack):
-    def forward(self, x: Any) -> Tensor:
-        for block in self.blocks:
-            x = block(x) if isinstance(x, Tensor) else block(2 * x)
-        return self.head(x)
+@step("type of a value")
+def type_of(self, block, x):
+    x = block(x)
+    if type(x).__name__ != "Tensor":
+        x = 3 * x
+    return x
 
 
-@trait("type of a value")
-class TypeOf(Stack):
-    def forward(self, x: Any) -> Tensor:
-        for block in self.blocks:
+@step("try on a value")
+def try_value(self, block, x):
+    x = block(x)
+    try:
+        scale = 1 + 0.1 * float(x.mean() > 0)
+    except Exception:
+        scale = 5.0
+    return x * scale
+
+
+@inside("try inside a block")
+def try_inside(self, x):
+    try:
+        scale = 1 + 0.1 * float(x.abs().mean())
+    except Exception:
+        scale = 5.0
+    return Block.forward(self, x) * scale
+
+
+step("hasattr of a value")(lambda self, block, x: block(x) * (2 if hasattr(x, "no_such_attribute") else 1))
+inside("branch on a value inside blocks")(lambda self, x: Block.forward(self, x if x.mean() > 0 else -x))
+
+
+@step("branch on a value between blocks", expected=OR_REFUSED)
+def branch_between(self, block, x):
+    x = block(x)
+    if x.mean() > 0:
+        x = 0.5 * x
+    return x
+
+
+@forward("branch that skips a block", expected=OR_REFUSED, weight_decay=0.1)
+def branch_skips(self, x):
+    for index, block in enumerate(self.blocks):
+        if index != 2 or x[0, 0] > 0:
             x = block(x)
-            if type(x).__name__ != "Tensor":
-                x = 3 * x
-        return self.head(x)
-
-
-@trait("try on a value")
-class TryValue(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            try:
-                scale = 1 + 0.1 * float(x.mean() > 0)
-            except Exception:
-                scale = 5.0
-            x = x * scale
-        return self.head(x)
-
-
-@trait("try inside a block")
-class TryInside(Stack):
-    class Trying(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            try:
-                scale = 1 + 0.1 * float(x.abs().mean())
-            except Exception:
-                scale = 5.0
-            return super().forward(x) * scale
-
-    def block(self, index: int) -> nn.Module:
-        return self.Trying()
-
-
-@trait("hasattr of a value")
-class HasAttribute(Stack):
-    def forward(self, x: Any) -> Tensor:
-        for block in self.blocks:
-            x = block(x) * (2 if hasattr(x, "no_such_attribute") else 1)
-        return self.head(x)
-
-
-@trait("branch on a value inside blocks")
-class BranchInside(Stack):
-    class Branching(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x if x.mean() > 0 else -x)
-
-    def block(self, index: int) -> nn.Module:
-        return self.Branching()
-
-
-@trait("branch on a value between blocks", expected=OR_REFUSED)
-class BranchBetween(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            if x.mean() > 0:
-                x = 0.5 * x
-        return self.head(x)
-
-
-@trait("branch that skips a block", expected=OR_REFUSED, weight_decay=0.1)
-class BranchSkips(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            if index != 2 or x[0, 0] > 0:
-                x = block(x)
-        return self.head(x)
+    return self.head(x)
 
 
 @trait("branch inside a block that skips its layer", weight_decay=0.1)
@@ -102,90 +67,51 @@ class BranchSkipsInside(Stack):
         return self.Skipping() if index == 2 else Block()
 
 
-@trait("loop until a value", expected=OR_REFUSED)
-class Loop(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            while x.abs().max() > 1.5:
-                x = 0.7 * x
-        return self.head(x)
+@step("loop until a value", expected=OR_REFUSED)
+def loop(self, block, x):
+    x = block(x)
+    while x.abs().max() > 1.5:
+        x = 0.7 * x
+    return x
 
 
-@trait("item as a factor", expected=OR_REFUSED)
-class Item(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) * (1 + 0.1 * x.std().item())
-        return self.head(x)
+step("item as a factor", expected=OR_REFUSED)(lambda self, block, x: block(x) * (1 + 0.1 * x.std().item()))
 
 
-@trait("shape that follows from values", expected=OR_REFUSED)
-class ValueShape(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            x = x + x[x > 0].mean()
-        return self.head(x)
+@step("shape that follows from values", expected=OR_REFUSED)
+def value_shape(self, block, x):
+    x = block(x)
+    return x + x[x > 0].mean()
 
 
-@trait("where instead of a branch")
-class Where(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.where(x.mean() > 0, block(x), x)
-        return self.head(x)
+step("where instead of a branch")(lambda self, block, x: torch.where(x.mean() > 0, block(x), x))
+step("iterates over samples", expected=OR_REFUSED)(lambda self, block, x: torch.stack([block(row) for row in x]))
+step("length of the batch", expected=OR_REFUSED)(lambda self, block, x: block(x) / len(x))
 
 
-@trait("iterates over samples", expected=OR_REFUSED)
-class OverSamples(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.stack([block(row) for row in x])
-        return self.head(x)
+@step("branch on the batch's size")
+def batch_size(self, block, x):
+    x = block(x) if x.shape[0] > 1 else 10 * block(x)
+    return x * (x.size(0) / 2)
 
 
-@trait("length of the batch", expected=OR_REFUSED)
-class BatchLength(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) / len(x)
-        return self.head(x)
+@step("assert on a value", expected=OR_REFUSED)
+def asserts(self, block, x):
+    assert x.dim() == 2 and x.isfinite().all(), "wrong input"
+    return block(x)
 
 
-@trait("branch on the batch's size")
-class BatchSize(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) if x.shape[0] > 1 else 10 * block(x)
-            x = x * (x.size(0) / 2)
-        return self.head(x)
+@step("branch on tracing")
+def tracing_branch(self, block, x):
+    x = block(x)
+    if torch.jit.is_scripting() or torch.jit.is_tracing() or torch.compiler.is_compiling():
+        x = 7 * x
+    return x
 
 
-@trait("assert on a value", expected=OR_REFUSED)
-class Asserts(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            assert x.dim() == 2 and x.isfinite().all(), "wrong input"
-            x = block(x)
-        return self.head(x)
-
-
-@trait("branch on tracing")
-class TracingBranch(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            if torch.jit.is_scripting() or torch.jit.is_tracing() or torch.compiler.is_compiling():
-                x = 7 * x
-        return self.head(x)
-
-
-@trait("branch on fx")
-class FxBranch(Stack):
-    def forward(self, x: Any) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            if isinstance(x, torch.fx.Proxy):
-                x = 7 * x
-        return self.head(x)
+@step("branch on fx")
+def fx_branch(self, block, x):
+    x = block(x)
+    if isinstance(x, torch.fx.Proxy):
+        x = 7 * x
+    return x

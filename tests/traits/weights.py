@@ -7,39 +7,12 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, relu
 from torch.nn.utils import parametrizations, parametrize
 
-from tests.traits.trait import IMAGE, WIDTH, Block, Images, Stack, trait
+from tests.traits.trait import IMAGE, WIDTH, Images, Stack, on_blocks, trait
 
-
-@trait("weight_norm by hook")
-class OldWeightNorm(Stack):
-    def block(self, index: int) -> nn.Module:
-        block = Block()
-        nn.utils.weight_norm(block.linear)
-        return block
-
-
-@trait("weight_norm by parametrization")
-class WeightNorm(Stack):
-    def block(self, index: int) -> nn.Module:
-        block = Block()
-        parametrizations.weight_norm(block.linear)
-        return block
-
-
-@trait("spectral_norm by hook")
-class OldSpectralNorm(Stack):
-    def block(self, index: int) -> nn.Module:
-        block = Block()
-        nn.utils.spectral_norm(block.linear)
-        return block
-
-
-@trait("spectral_norm by parametrization")
-class SpectralNorm(Stack):
-    def block(self, index: int) -> nn.Module:
-        block = Block()
-        parametrizations.spectral_norm(block.linear)
-        return block
+on_blocks("weight_norm by hook")(lambda block: nn.utils.weight_norm(block.linear))
+on_blocks("weight_norm by parametrization")(lambda block: parametrizations.weight_norm(block.linear))
+on_blocks("spectral_norm by hook")(lambda block: nn.utils.spectral_norm(block.linear))
+on_blocks("spectral_norm by parametrization")(lambda block: parametrizations.spectral_norm(block.linear))
 
 
 class Symmetric(nn.Module):
@@ -47,12 +20,9 @@ class Symmetric(nn.Module):
         return x.triu() + x.triu(1).transpose(-1, -2)
 
 
-@trait("a parametrization of its own")
-class Parametrized(Stack):
-    def block(self, index: int) -> nn.Module:
-        block = Block()
-        parametrize.register_parametrization(block.linear, "weight", Symmetric())
-        return block
+on_blocks("a parametrization of its own")(
+    lambda block: parametrize.register_parametrization(block.linear, "weight", Symmetric())
+)
 
 
 @trait("weights standardized in forward", sample=IMAGE)
