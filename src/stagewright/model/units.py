@@ -176,7 +176,8 @@ def impossible_beginnings(recording: Recording, units: Sequence[Unit], uses: Use
     spans: dict[int, tuple[int, int, str]] = {}  # from its first use to its last
     for index, row in enumerate(uses):
         for use in row:
-            if use.name.endswith(_STATISTICS) or use.name in changed:
+            is_inside = use.source is None and not use.is_assigned
+            if use.name.endswith(_STATISTICS) if is_inside else use.name in changed:
                 first, _, name = spans.get(id(use.tensor), (index, index, use.name))
                 spans[id(use.tensor)] = (first, index, name)
     found: dict[str, str] = {}
