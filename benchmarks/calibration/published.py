@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from stagewright.cluster.catalog import shipped
-from stagewright.cluster.placement import format_placement
+from stagewright.cluster.placement import format_placement, parse_placement
 from stagewright.cluster.specs import Catalog
 from stagewright.cluster.topology import Cluster
 from stagewright.config.toml import make_config
@@ -94,13 +94,14 @@ def run_plan(run: PublishedRun, catalog: Catalog) -> Plan:
     placement = run.placement or format_placement((cluster.devices,))
     staleness = placement.count(".") if run.mode == "stale" else None
     options = {"placement": placement, "shares": run.shares, "cut": run.cut, "mode": run.mode, "staleness": staleness}
-    size = {} if run.global_batch is None else {"batch": run.global_batch}
+    stages = parse_placement(placement, cluster)
+    widest = sum(map(len, stages)) if run.mode == "dp" else max(map(len, stages))
+    size = {"batch": run.global_batch or (run.microbatch or 1) * widest}
     return build_plan(
         make_config({"plan": options | size}).plan,
         cluster,
         chain_of(run.model),
         lambda placement: run_setting(run, catalog),
-        microbatch=None if run.global_batch else run.microbatch or 1,
         one_each=True,
     )
 

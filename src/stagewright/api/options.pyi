@@ -385,10 +385,7 @@ class SimulateOptions(TypedDict, total=False):
     """first unit of each later stage (default: the planner's choice)"""
 
     batch: int | None
-    """samples per update (or give --microbatch)"""
-
-    microbatch: int | None
-    """samples per microbatch, instead of --batch"""
+    """samples per update"""
 
     microbatches: int | None
     """microbatches per batch"""

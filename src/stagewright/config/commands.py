@@ -21,6 +21,16 @@ _PRECISIONS = "fp64, fp32, ieee, tf32, bf16, fp16"
 _AUTO = f"{_PRECISIONS}; auto: bf16 on GPUs of this machine that have it, else fp32"
 _MOST = 10**6  # of whatever a number counts that has no bound of its own
 
+REMOVED = {  # options of commands in older versions, and what takes their place
+    "simulate --microbatch": "give --batch: the samples of a microbatch times the microbatches",
+    **dict.fromkeys(("bench --rows", "bench --given"), "run python -m benchmarks published in a checkout"),
+    "bench --quick": "run python -m benchmarks models --quick in a checkout",
+    **dict.fromkeys(
+        (f"bench --{name}" for name in ("study", "seeds", "jobs", "target", "real", "reuse", "val")),
+        "run python -m benchmarks learning in a checkout",
+    ),
+}
+
 
 def text(flag: str, metavar: str, help: str, default: str | None = None) -> Option:
     return Option(flag, help, metavar, default=default)
@@ -49,7 +59,6 @@ OPTIONS = {
         number("--devices", "use only the first N devices of the cluster"),
         text("--software", "NAME", f"whose efficiency to assume: {OURS}, pytorch, oneflow or pipedream", OURS),
         text("--explain", "UNIT", "show what a unit costs and where the plan puts it"),
-        number("--microbatch", "samples per microbatch, instead of --batch"),
         text("--trace", "FILE", "write the timeline for Perfetto or chrome://tracing"),
         text("--report", "FILE", "write an .html page with the timeline and the memory"),
         text("--price", "NAME=USD", "price of a device or of another component; may be repeated"),
@@ -173,8 +182,7 @@ FUNCTIONS: Mapping[str, tuple[Taken, ...]] = {
         *take("--mode", help="how far weights may lag (default: stale; dp for one stage)"),
         *take("--placement", default=None, help="devices of each stage: 0:0-6.0:7 (default: one stage on all)"),
         *take("--shares --cut"),
-        *take("--batch", default=None, help="samples per update (or give --microbatch)"),
-        *take("--microbatch"),
+        *take("--batch", default=None, help="samples per update"),
         *take("--microbatches", help="microbatches per batch"),
         *take("--staleness"),
         *take("--plan", help="a plan file, instead of the options above"),

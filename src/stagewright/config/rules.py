@@ -251,7 +251,7 @@ RULES: tuple[Rule, ...] = (
     Rule("--decode", _zero("--jitter"), ("once",)),
     Rule("--decode", _NO_MASKS, ("gpu", "once")),
     # Plan
-    *_unused(_without("--plan"), *_OF_PLAN_FILE, "--batch", "--microbatch", "--microbatches"),
+    *_unused(_without("--plan"), *_OF_PLAN_FILE, "--batch", "--microbatches"),
     *_unused(_STAGES, "--cut", "--shares", "--dynamic"),
     *_unused(_STALE, "--staleness", "--versions"),
     *_unused(_is("--policy", "1f1b"), "--depths"),
@@ -303,7 +303,6 @@ RULES: tuple[Rule, ...] = (
     *_unused(_without("--profile"), "--software", "--data", commands=_SEARCHES),
     *_unused(_with("--cluster"), "--devices", commands=_SEARCHES),
     *_unused(_with("--try"), "--minutes", commands=("plan",)),
-    *_exclusive("--batch", "--microbatch"),
     # Other commands
     *_unused(_without("--serve"), "--once", "--json", commands=("watch",)),
     *_exclusive("--here", "--topo"),

@@ -54,7 +54,6 @@ def build_plan(
     setting: SettingOf = lambda placement: None,
     *,
     costs: Callable[[Plan], Costs] | None = None,
-    microbatch: int | None = None,
     one_each: bool = False,
     never_waits: bool = False,
     warn: Warn = lambda warning: None,
@@ -64,14 +63,14 @@ def build_plan(
     Cuts and a lag that the options leave open are chosen in the setting, which is asked for only then. Without one the
     model is divided by operations, and the lag is chosen by `costs` or, without these either, the largest.
     `chain` is the model's; None where there is no model, or where the setting has its own names for units.
-    `microbatch`: samples of a microbatch, instead of the batch. `one_each`: a batch has one microbatch per replica of
+    `one_each`: a batch has one microbatch per replica of
     the widest stage, if it can be divided so. `never_waits`: ranks never wait, so no warning says how long they would.
     """
     if options.file is not None:
         plan = _read_file(options, cluster, chain)
     else:
         mode, placement = _mode_and_placement(options, cluster)
-        batch, microbatches = _sizes(options, [len(devices) for devices in placement], microbatch, one_each)
+        batch, microbatches = _sizes(options, [len(devices) for devices in placement], one_each)
         setting = cache(setting)
         plan = make_plan(
             placement,
@@ -163,14 +162,12 @@ def stage_numbers(text: str | None, name: str, separator: str) -> list[int] | No
         raise UserError(f"--{name} must be {kind} integers such as 3{separator}1, got '{text}'") from None
 
 
-def _sizes(options: PlanConfig, replicas: Sequence[int], microbatch: int | None, one_each: bool) -> tuple[int, int]:
+def _sizes(options: PlanConfig, replicas: Sequence[int], one_each: bool) -> tuple[int, int]:
     """The samples of a batch, and its microbatches."""
-    count = options.microbatches
-    if count is None and (one_each or microbatch is not None):
-        count = max(replicas)
-    batch = (options.batch or DEFAULT_BATCH) if microbatch is None or count is None else microbatch * count
-    if count is None or (options.microbatches is None and batch % count):
-        count = default_microbatches(batch, replicas)
+    batch, count = options.batch or DEFAULT_BATCH, options.microbatches
+    if count is None:
+        widest = max(replicas)
+        count = widest if one_each and batch % widest == 0 else default_microbatches(batch, replicas)
     require_divisible(batch, count)
     return batch, count
 

@@ -46,7 +46,6 @@ class Question:
     software: str = OURS
     loads: bool = False  # training data is loaded and decoded, not synthetic
     modes: tuple[Mode, ...] = (Mode.STALE, Mode.SYNC)  # to search, beside dp
-    microbatch: int | None = None  # samples of one, instead of the batch
     rate: float | None = None  # whose stability is asked for
     output: str | None = None  # the plan file to write
     form: Form | None = None  # what the model takes, where that is neither the zoo's input nor an image
@@ -62,7 +61,6 @@ class Question:
             values["software"],
             values["data"] != "synthetic",
             tuple(map(Mode, values.get("modes") or (Mode.STALE, Mode.SYNC))),
-            values.get("microbatch"),
             values.get("lr"),
             values.get("output"),
             form,

@@ -85,15 +85,14 @@ def _simulated(question: Question, chain: Chain | None, setting: Setting, voice:
     everywhere = format_placement((setting.cluster.devices,))
     placement = everywhere if options.placement == AUTO else options.placement
     mode = options.mode or (Mode.STALE if "." in placement else Mode.DP)
-    if options.batch is None and question.microbatch is None:
-        raise UserError("give either --batch (samples per update) or --microbatch (samples per microbatch)")
+    if options.batch is None:
+        raise UserError("no batch: give --batch, the samples per update")
     given = {name: value for name in _SIMULATED if (value := getattr(options, name)) is not None}
     return build_plan(
         make_config({"plan": given | {"placement": placement, "mode": mode}}).plan,
         setting.cluster,
         chain,
         lambda placement: setting,
-        microbatch=question.microbatch,
         one_each=setting.software.whole_batches,
         warn=voice.warn,
     )

@@ -11,6 +11,7 @@ import pytest
 from stagewright.cli.command.layers import read_layers
 from stagewright.cli.main import main
 from stagewright.cli.parser import AREAS, COMMANDS, make_parser
+from stagewright.config.commands import REMOVED
 from tests.commands import fails
 
 COMMANDS_BY_NAME = {command.name: command for command in COMMANDS}
@@ -93,6 +94,12 @@ def test_help_is_short_and_says_how_to_see_all(capsys: pytest.CaptureFixture[str
         assert not set(command.first.split()) - {option.flag for option in command.takes} - {"--explain"}, command.name
         for example in command.examples:
             assert example.startswith(command.name.removesuffix(" list")), example
+
+
+@pytest.mark.parametrize("removed", REMOVED)
+def test_a_removed_option_says_what_takes_its_place(removed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = fails(capsys, *removed.split(), "x")
+    assert REMOVED[removed] in said and f"no option {removed.split()[1]} any more" in said
 
 
 @pytest.mark.parametrize(

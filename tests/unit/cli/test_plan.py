@@ -135,7 +135,7 @@ def test_a_narrow_terminal_cuts_no_number_and_what_train_alone_takes_is_named(
             ["--software oneflow", "--profile f"],
         ),
         (["plan", "vgg16", "--batch", "8", "--profile", "f", "--data", "imagenet"], ["--data imagenet", "--profile f"]),
-        (["simulate", "vgg16", "--cluster", "titan-v-8"], ["--batch", "--microbatch"]),
+        (["simulate", "vgg16", "--cluster", "titan-v-8"], ["no batch", "--batch"]),
         (["simulate", "vgg17", "--cluster", "titan-v-8", "--batch", "8"], ["vgg17", "vgg19"]),
         (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--devices", "9"], ["9 devices", "has 8"]),
         (["simulate", "vgg16", "--cluster", "titan-v-8", "--batch", "8", "--placement", "0:8"], ["0:8", "0:7"]),

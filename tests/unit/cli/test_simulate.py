@@ -58,17 +58,7 @@ def test_simulates_the_published_runs(capsys: pytest.CaptureFixture[str]) -> Non
     sizes = ["--devices", "16", "--batch", "4096", "--precision", "fp16", "--json"]
     cards = json.loads(prints(capsys, "simulate", "resnet50", "--cluster", "v100-32", "--software", "oneflow", *sizes))
     assert len(cards["memory_mib"]) == 16
-    alone = [
-        "--mode",
-        "pipedream",
-        "--placement",
-        "0:0-6.0:7",
-        "--microbatch",
-        "256",
-        "--software",
-        "pipedream",
-        "--json",
-    ]
+    alone = ["--mode", "pipedream", "--placement", "0:0-6.0:7", "--batch", "1792", "--software", "pipedream", "--json"]
     assert json.loads(prints(capsys, "simulate", "alexnet", "--cluster", "titan-v-8", *alone))["images_per_second"] > 0
 
 

@@ -145,7 +145,7 @@ SIMULATE = ("simulate", *SMALL, "--batch", "99999999")
         (("value", *SMALL, "--batch", HUGE), f"--batch is {HUGE}"),
         ((*SIMULATE, "--microbatches", "99999999"), "more than 16384; give --microbatches 13837"),
         ((*SIMULATE, "--microbatches", "0"), "--microbatches is 0"),
-        (("simulate", *SMALL, "--microbatch", "0"), "--microbatch is 0; give at least 1"),
+        (("simulate", *SMALL, "--microbatches", "0"), "--microbatches is 0; give at least 1"),
         (("schedule", *TWO, "--forward", "0,0", "--backward", "0,0"), "--forward and --backward are 0"),
         (("schedule", *TWO, "--forward", "nan,1"), "--forward is nan; give a finite number, at least 0"),
         (("schedule", *TWO, "--backward", "1,-1"), "--backward is -1; give at least 0"),

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from stagewright.cli.command.options import add_option, one_of, take
 from stagewright.cli.command.screen import command_screen, epilog, filled, help_formatter
-from stagewright.config.commands import Taken, with_defaults
+from stagewright.config.commands import REMOVED, Taken, with_defaults
 from stagewright.config.sections import RENAMED
 from stagewright.errors import did_you_mean, nearest, printable
 
@@ -68,6 +68,8 @@ class Parser(ArgumentParser):
         name = flag.partition("=")[0]
         if (new := _RENAMED_FLAGS.get(name)) in self.flags:
             self.error(f"option {name} is now {new}")
+        if instead := REMOVED.get(f"{self.prog.partition(' ')[2]} {name}"):
+            self.error(f"there is no option {name} any more; {instead}")
         near = nearest(name, self.flags)
         self.error(f"unknown option {name}" + (f", did you mean {near}?" if near else ""))
 
