@@ -13,8 +13,10 @@ from rich.console import Console
 from benchmarks.learning.findings import Finding, Study, in_points
 from benchmarks.learning.runs import TrainedRun
 from stagewright.bench.statistics import Interval
+from stagewright.errors import counted
 from stagewright.metrics import format_metric, is_percentage, metric_label
-from stagewright.report.live.terminal import plain_table, say
+from stagewright.report.columns import Column, page_table
+from stagewright.report.live.terminal import print_table, say
 from stagewright.report.page import Block, Curve, Curves, Listing, Page, Point, Summary, Table
 
 
@@ -45,9 +47,7 @@ def _blocks(study: Study) -> Iterator[Block]:
         target, metric = study.targets.get(group), findings[0].metric
         label, axis = metric_label(metric), _axis(metric)
         title = "accuracy" if is_percentage(metric) else label
-        yield Table(
-            f"{group}: {title}", _columns(target, metric), tuple(_row(f, target) for f in findings), _note(findings)
-        )
+        yield page_table(f"{group}: {title}", (*_columns(target, metric), _SUMMARY), findings, note=_note(findings))
         curves = tuple(map(_by_epoch, findings))
         yield Curves(f"{group}: {label} against epochs", "epochs", axis, curves)
         yield Curves(f"{group}: the last quarter", "epochs", axis, _last_quarter(curves))
@@ -89,22 +89,18 @@ def headlines(study: Study) -> Iterator[str]:
         if target is None or not times:
             continue
         first = min(times, key=lambda trial: times[trial])
-        after = {f.trial: _time_and_devices(f, times[f.trial]) for f in findings if f.trial in times}
+        after = {f.trial: _duration(f, times[f.trial], "device") for f in findings if f.trial in times}
         compared = f", {base} after {after[base]}" if base in times and base != first else ""
         source = _source([finding for finding in findings if finding.trial in times])
         goal = _goal(findings[0].metric, target)
         yield f"{group} reaches {goal} first with {first}: after {after[first]}{compared} ({source})."
 
 
-def _time_and_devices(finding: Finding, seconds: float) -> str:
-    assert finding.speed is not None
-    return f"{_duration(finding, seconds)} device{'' if finding.speed.devices == 1 else 's'}"
-
-
-def _duration(finding: Finding, seconds: float) -> str:
+def _duration(finding: Finding, seconds: float, unit: str = "") -> str:
     """Seconds, and on how many devices."""
     assert finding.speed is not None
-    return f"{f'{seconds:,.0f}' if seconds >= 10 else f'{seconds:.2g}'} s on {finding.speed.devices}"
+    devices = counted(finding.speed.devices, unit) if unit else f"{finding.speed.devices}"
+    return f"{f'{seconds:,.0f}' if seconds >= 10 else f'{seconds:.2g}'} s on {devices}"
 
 
 def _axis(metric: str) -> str:
@@ -119,35 +115,39 @@ def _goal(metric: str, target: float | None) -> str:
     return shown if is_percentage(metric) else f"{metric_label(metric)} {shown}"
 
 
-def _columns(target: float | None, metric: str) -> tuple[str, ...]:
+def _columns(target: float | None, metric: str) -> tuple[Column[Finding], ...]:
     goal = _goal(metric, target)
+
+    def reached(finding: Finding) -> str | None:
+        if target is None:
+            return None
+        epochs = finding.epochs_to(target)
+        return "never" if epochs is None else f"{epochs:.1f}".removesuffix(".0")
+
+    def lasting(finding: Finding) -> str | None:
+        seconds = None if target is None else finding.seconds_to(target)
+        return None if seconds is None else _duration(finding, seconds)
+
+    def interval(finding: Finding) -> str | None:
+        return None if len(finding.finished) < 2 else _interval(metric, finding.accuracy)
+
+    short = goal.rpartition(" ")[2]  # a terminal's table is narrow
+    apart = "points" if is_percentage(metric) else "difference"
     return (
-        "mode",
-        metric_label(metric),
-        "95 % interval",
-        "against baseline",
-        f"epochs to {goal}",
-        f"time to {goal}",
-        "summary",
+        Column("mode", lambda finding: finding.trial, is_text=True, wraps=True),
+        Column(metric_label(metric), lambda f: f.accuracy and format_metric(metric, f.accuracy.value, 2)),
+        Column("95 % interval", interval),
+        Column(apart, lambda f: f.difference and in_points(f.difference.value, metric), title="against baseline"),
+        Column(f"epochs to {short}", reached, title=f"epochs to {goal}"),
+        Column("time", lasting, title=f"time to {goal}"),
     )
 
 
-def _row(finding: Finding, target: float | None) -> tuple[str, ...]:
-    accuracy, difference = finding.accuracy, finding.difference
-    epochs = None if target is None else finding.epochs_to(target)
-    seconds = None if target is None else finding.seconds_to(target)
-    return (
-        finding.trial,
-        "-" if accuracy is None else format_metric(finding.metric, accuracy.value, 2),
-        "-" if accuracy is None or len(finding.finished) < 2 else _interval(finding.metric, accuracy),
-        "-" if difference is None else in_points(difference.value, finding.metric),
-        "-" if target is None else "never" if epochs is None else f"{epochs:.1f}".removesuffix(".0"),
-        "-" if seconds is None else _duration(finding, seconds),
-        finding.summary,
-    )
+_SUMMARY: Column[Finding] = Column("summary", lambda finding: finding.summary)
 
 
-def _interval(metric: str, around: Interval) -> str:
+def _interval(metric: str, around: Interval | None) -> str:
+    assert around is not None
     ends = (around.low, around.high)
     if is_percentage(metric):
         ends = (max(0.0, around.low), min(1.0, around.high))
@@ -168,14 +168,11 @@ def _source(findings: Sequence[Finding]) -> str:
 
 
 def _by_epoch(finding: Finding) -> Curve:
+    points = finding.curve()
     if is_percentage(finding.metric):
-        points = (
-            Point(epoch, 100 * share.value, 100 * max(0.0, share.low), 100 * min(1.0, share.high))
-            for epoch, share in finding.curve()
-        )
-    else:
-        points = (Point(epoch, mean.value, mean.low, mean.high) for epoch, mean in finding.curve())
-    return Curve(finding.trial, tuple(points))
+        shares = ((epoch, Interval(m.value, max(0.0, m.low), min(1.0, m.high))) for epoch, m in points)
+        points = [(epoch, Interval(100 * m.value, 100 * m.low, 100 * m.high)) for epoch, m in shares]
+    return Curve(finding.trial, tuple(Point(epoch, mean.value, mean.low, mean.high) for epoch, mean in points))
 
 
 def _last_quarter(curves: Sequence[Curve]) -> tuple[Curve, ...]:
@@ -194,7 +191,7 @@ def _by_time(finding: Finding) -> Curve:
 
 def _every_run(study: Study) -> Table:
     rows = tuple(
-        (run.group, run.trial, str(run.seed), _at_the_end(run), run.diverged or "-")
+        (run.group, run.trial, str(run.seed), _last(run), run.diverged or "-")
         for finding in study.findings
         for run in finding.runs
     )
@@ -207,7 +204,7 @@ def _every_run(study: Study) -> Table:
     return Table("Every run", ("model", "mode", "seed", shown, "diverged"), rows, " ".join(reused))
 
 
-def _at_the_end(run: TrainedRun) -> str:
+def _last(run: TrainedRun) -> str:
     return format_metric(run.metric, run.scores[-1][1], 2) if run.scores else "-"
 
 
@@ -216,13 +213,7 @@ def show_study(console: Console, study: Study, folder: Path) -> None:
     for group, findings in study.groups().items():
         target, metric = study.targets.get(group), findings[0].metric
         say(console, group)
-        goal = "target" if target is None else format_metric(metric, target)  # the table is narrow
-        apart = "points" if is_percentage(metric) else "difference"
-        figures = (metric_label(metric), "95 % interval", apart, f"epochs to {goal}", "time")
-        table = plain_table("mode", *figures, left=("mode",), no_wrap=figures)
-        for finding in findings:
-            table.add_row(*_row(finding, target)[:-1])
-        console.print(table)
+        print_table(console, _columns(target, metric), findings)
         for finding in findings:
             if not finding.is_baseline:
                 say(console, f"{finding.trial}: {finding.summary}")

@@ -204,7 +204,7 @@ def earlier_runs(folders: Sequence[str], trial_runs: Sequence[TrialRun]) -> Earl
         if not equal:
             raise UserError(
                 f"--reuse {folder}: none of its {len(runs)} runs has the settings of any of the {len(trial_runs)} "
-                f"asked for{_first_difference(runs, trial_runs)}; make the settings equal or leave --reuse out"
+                f"asked for; make the settings equal or leave --reuse out"
             )
         reusable |= equal
         machines |= earlier.machines
@@ -242,24 +242,3 @@ def _in_full(settings: str) -> str:
         return as_toml(without_unused(make_config(with_new_names(tomllib.loads(settings)), given=())))
     except ValueError:  # they have options that no longer exist: they match nothing
         return settings
-
-
-def _first_difference(runs: Sequence[TrainedRun], trial_runs: Sequence[TrialRun]) -> str:
-    """The first setting in which an earlier run differs from the run of the same name here."""
-    named = {(*trial_run.key, trial_run.seed): trial_run for trial_run in trial_runs}
-    for run in runs:
-        if trial_run := named.get((*run.key, run.seed)):
-            theirs, ours = _flat(run.settings), _flat(trial_run.settings)
-            for name in sorted(theirs.keys() | ours.keys()):
-                there, here = theirs.get(name, "not set"), ours.get(name, "not set")
-                if there != here:
-                    return f" (first: {name} is {there} there, {here} here)"
-    return ""
-
-
-def _flat(settings: str) -> dict[str, Any]:
-    try:
-        tables = tomllib.loads(settings)
-    except tomllib.TOMLDecodeError:
-        return {}
-    return {f"{section}.{name}": value for section, values in tables.items() for name, value in values.items()}

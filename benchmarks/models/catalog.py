@@ -20,18 +20,11 @@ from benchmarks.models.plain import Objective, classified
 from stagewright.model.networks.libraries import is_installed
 
 _COMPARED = frozenset(
-    [
-        "torchvision_resnet18",
-        "torchvision_densenet",
-        "torchvision_vit",
-        "torchvision_swin",
-        "timm_test_efficientnet",
-        "torch_transformer_encoder",
-        "torch_unet",
-        "torch_vq",
-        "transformers_bert",
-        "transformers_gpt2",
-    ]
+    (
+        *("torchvision_resnet18", "torchvision_densenet", "torchvision_vit", "torchvision_swin"),
+        *("timm_test_efficientnet", "torch_transformer_encoder", "torch_unet", "torch_vq"),
+        *("transformers_bert", "transformers_gpt2"),
+    )
 )
 
 
@@ -82,18 +75,17 @@ class Entry:
         return {"images": inputs, "labels": torch.randint(CLASSES, (samples,), generator=generator)}
 
 
-def _torchvision(name: str, side: int = 32, *, is_quick: bool = False, **options: Any) -> Entry:
-    factory = partial(images.torchvision_model, name, options)
-    return Entry(f"torchvision_{name}", name, "torchvision", factory, (3, side, side), is_quick=is_quick)
+def _image(
+    library: str, name: str, side: int = 32, factory: Callable[..., nn.Module] | None = None, **options: Any
+) -> Entry:
+    """A model of images: of the library by its name, or another that is made of its parts."""
+    is_quick = options.pop("is_quick", False)
+    by_name = images.torchvision_model if library == "torchvision" else images.timm_model
+    factory = factory or partial(by_name, name, options)
+    return Entry(f"{library}_{name}", name, library, factory, (3, side, side), is_quick=is_quick)
 
 
-def _made(family: str, factory: Callable[..., nn.Module], side: int = 32, *, is_quick: bool = False) -> Entry:
-    return Entry(f"torchvision_{family}", family, "torchvision", factory, (3, side, side), is_quick=is_quick)
-
-
-def _timm(name: str, side: int = 64, *, is_quick: bool = False, **options: Any) -> Entry:
-    factory = partial(images.timm_model, name, options)
-    return Entry(f"timm_{name}", name, "timm", factory, (3, side, side), is_quick=is_quick)
+_torchvision, _timm = (partial(_image, library) for library in ("torchvision", "timm"))
 
 
 def _text(family: str, factory: Callable[..., nn.Module], *, is_quick: bool = False) -> Entry:
@@ -110,10 +102,19 @@ def _hugging_face(family: str) -> Entry:
 _VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
 _QUICK = ("bert", "gpt2", "vit")  # of transformers
 
+_SIDE_64 = (
+    *("test_byobnet", "test_convnext2", "test_efficientnet_evos", "test_mambaout", "test_nfnet"),
+    *("test_resnet", "efficientvit_b0", "edgenext_xx_small", "fastvit_t8", "mobilevit_xxs"),
+    *("mobilevitv2_050", "inception_next_atto", "repvit_m0_9", "repghostnet_050", "ghostnet_050"),
+    *("resnest14d", "rexnet_100", "skresnet18", "hrnet_w18_small", "dpn48b", "dla34", "regnetx_002"),
+    *("tiny_vit_5m_224", "starnet_s1", "fasternet_t0", "mobilenetv4_conv_small_035", "lambda_resnet26t"),
+    *("hgnetv2_b0"),
+)
+
 ENTRIES: tuple[Entry, ...] = (
     _torchvision("resnet18", is_quick=True),
-    _made("resnext", images.resnext),
-    _made("densenet", images.densenet, is_quick=True),
+    _torchvision("resnext", 32, images.resnext),
+    _torchvision("densenet", 32, images.densenet, is_quick=True),
     _torchvision("googlenet", aux_logits=False, init_weights=False),
     _torchvision("inception_v3", 75, aux_logits=False, init_weights=False),
     _torchvision("mnasnet0_5", 64),
@@ -123,20 +124,15 @@ ENTRIES: tuple[Entry, ...] = (
     _torchvision("squeezenet1_1"),
     _torchvision("efficientnet_b0", 64),
     _torchvision("regnet_y_400mf", 64),
-    _made("convnext", images.convnext),
-    _made("vit", images.vision_transformer, is_quick=True),
-    _made("swin", partial(images.swin, 1), is_quick=True),
-    _made("swin_v2", partial(images.swin, 2)),
-    _made("maxvit", images.maxvit, 64),
+    _torchvision("convnext", 32, images.convnext),
+    _torchvision("vit", 32, images.vision_transformer, is_quick=True),
+    _torchvision("swin", 32, partial(images.swin, 1), is_quick=True),
+    _torchvision("swin_v2", 32, partial(images.swin, 2)),
+    _torchvision("maxvit", 64, images.maxvit),
     Entry("torchvision_video_resnet", "video_resnet", "torchvision", images.video_resnet, (3, 4, 16, 16)),
-    Entry("timm_vgg", "vgg", "timm", images.vgg, (3, 32, 32)),
-    _timm("test_byobnet"),
-    _timm("test_convnext2"),
-    _timm("test_efficientnet", is_quick=True, drop_path_rate=0.1),
-    _timm("test_efficientnet_evos"),
-    _timm("test_mambaout"),
-    _timm("test_nfnet"),
-    _timm("test_resnet"),
+    _timm("vgg", 32, images.vgg),
+    *(_timm(name, 64) for name in _SIDE_64),
+    _timm("test_efficientnet", 64, is_quick=True, drop_path_rate=0.1),
     _timm("test_vit3", 32, img_size=32, patch_size=8),
     _timm("vit_tiny_patch16_224", 32, **_VIT, drop_path_rate=0.1),
     _timm("beit_base_patch16_224", 32, is_quick=True, **_VIT),
@@ -146,10 +142,10 @@ ENTRIES: tuple[Entry, ...] = (
     _timm("vit_relpos_base_patch16_224", 32, **_VIT),
     _timm("convit_tiny", 32, **(_VIT | {"embed_dim": 16, "local_up_to_layer": 2})),
     *(
-        Entry(f"timm_{name}", name, "timm", partial(images.mixer, block), (3, 32, 32))
+        _timm(name, 32, partial(images.mixer, block))
         for name, block in (("mixer", "MixerBlock"), ("resmlp", "ResBlock"), ("gmlp", "SpatialGatingBlock"))
     ),
-    Entry("timm_convmixer", "convmixer", "timm", images.convmixer, (3, 32, 32)),
+    _timm("convmixer", 32, images.convmixer),
     _timm(
         "swin_tiny_patch4_window7_224", 32, img_size=32, window_size=4, embed_dim=24, depths=(2, 2), num_heads=(2, 4)
     ),
@@ -157,28 +153,6 @@ ENTRIES: tuple[Entry, ...] = (
     _timm("pvt_v2_b0", 32),
     _timm("poolformer_s12", 32),
     _timm("xcit_nano_12_p16_224", 32, **(_VIT | {"num_heads": 4})),
-    _timm("efficientvit_b0"),
-    _timm("edgenext_xx_small"),
-    _timm("fastvit_t8"),
-    _timm("mobilevit_xxs"),
-    _timm("mobilevitv2_050"),
-    _timm("inception_next_atto"),
-    _timm("repvit_m0_9"),
-    _timm("repghostnet_050"),
-    _timm("ghostnet_050"),
-    _timm("resnest14d"),
-    _timm("rexnet_100"),
-    _timm("skresnet18"),
-    _timm("hrnet_w18_small"),
-    _timm("dpn48b"),
-    _timm("dla34"),
-    _timm("regnetx_002"),
-    _timm("tiny_vit_5m_224"),
-    _timm("starnet_s1"),
-    _timm("fasternet_t0"),
-    _timm("mobilenetv4_conv_small_035"),
-    _timm("lambda_resnet26t"),
-    _timm("hgnetv2_b0"),
     _timm(
         "sequencer2d_s", 32, layers=(1, 1, 1, 1), embed_dims=(16, 32, 32, 32), hidden_sizes=(4, 8, 8, 8), img_size=32
     ),

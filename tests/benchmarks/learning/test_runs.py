@@ -206,9 +206,7 @@ def test_refuses_to_reuse_a_study_without_equal_settings(tmp_path: Path) -> None
     runs = [replace(trained(trial_runs[0].key[1], 0, 0.5), group="ResNet-18", settings=settings)]
     tables = {"machine": {}, "elsewhere": {}, "findings": [{"learnt": [asdict(run) for run in runs]}]}
     (tmp_path / "learning.json").write_text(json.dumps(tables))
-    with pytest.raises(
-        ValueError, match=r"none of its 1 runs .* of the 6 asked for \(first: run.epochs is 40 there, 60 here\)"
-    ):
+    with pytest.raises(ValueError, match=r"none of its 1 runs .* of the 6 asked for; "):
         earlier_runs([str(tmp_path)], trial_runs)
     anonymous = replace(
         runs[0], settings=make_cleaner()(trial_runs[0].settings.replace("tensors:a", "tensors:/home/me/a"))
