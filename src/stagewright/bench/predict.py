@@ -75,7 +75,7 @@ def needed_memory(config: Config) -> list[int]:
     except UserError:
         return []
     estimate = Estimate(plan, memory_setting(config, plan))
-    return [int(estimate.memory(rank).total) for rank in range(plan.world)]
+    return [int(memory.total) for memory in estimate.memories]
 
 
 def predict_config(config: Config, catalog: Catalog, cluster: Cluster, *, loads: bool) -> Prediction:

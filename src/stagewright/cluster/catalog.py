@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from stagewright.cluster.specs import ALIKE, OWN, Catalog, DeviceSpec, Family, HostBudget, Software, find
 from stagewright.cluster.topology import Cluster, Level, Link, Machine
@@ -23,6 +23,7 @@ from stagewright.metrics import MIB
 
 _FILES = ("devices.toml", "links.toml", "software.toml", "clusters.toml", "calibration.toml")
 _MOST_DEVICES = 65536
+_MAY_BE_ZERO = ("jitter", "half_jitter", "network_jitter", "overhead")  # losses of software
 _KEYS: Mapping[str, tuple[str, ...]] = {  # of each table; some are only for people
     "device": (
         *("title", "aliases", "memory_mib", "bandwidth", "peak", "efficiency", "watts", "usd", "pcie"),
@@ -257,28 +258,22 @@ def _device(
 
 
 def _software(name: str, entry: Mapping[str, Any], links: Mapping[str, Link]) -> Software:
+    """One training system: each of its keys is a field, but that sizes are in MiB and a hand-over is a link's name."""
     table = _Table(entry, f"software.{name}")
-    made = Software(name, str(table.get("title", name)), table.positive("efficiency", 1.0))
-    numbers: Mapping[str, Callable[[float], Any]] = {
-        "update_passes": float,
-        "parallel_efficiency": float,
-        "temporaries": float,
-        "in_flight": int,
-        "input_bytes": int,
-    }
-    changes: dict[str, Any] = {key: kind(table.positive(key)) for key, kind in numbers.items() if key in entry}
-    for key in ("jitter", "half_jitter", "network_jitter", "overhead"):
-        if key in entry:
-            changes[key] = table.number(key)
-    for key in ("fused", "channels_last", "whole_batches", "keeps_workspace", "blocking", "pure_half", "whole_sums"):
-        if key in entry:
+    hints = get_type_hints(Software)
+    changes: dict[str, Any] = {}
+    for key in entry:
+        field = key.removesuffix("_mib")
+        if key == "handover":
+            changes[key] = find(links, str(entry[key]), "link")
+        elif field != key and field in hints:
+            changes[field] = int(table.number(key) * MIB)
+        elif hints.get(key) is bool:
             changes[key] = bool(entry[key])
-    if "handover" in entry:
-        changes["handover"] = find(links, str(entry["handover"]), "link")
-    for key in ("context", "workspace", "loader"):
-        if f"{key}_mib" in entry:
-            changes[key] = int(table.number(f"{key}_mib") * MIB)
-    return replace(made, **changes)
+        elif hints.get(key) is not str and key in hints:
+            number = table.number if key in _MAY_BE_ZERO else table.positive
+            changes[key] = int(number(key)) if hints[key] is not float else number(key)
+    return Software(name, str(table.get("title", name)), **{"efficiency": table.positive("efficiency", 1.0)} | changes)
 
 
 def _cluster(

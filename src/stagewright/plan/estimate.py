@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -23,31 +23,34 @@ from stagewright.plan.plan import Plan, Stage, Tie, TiedParameter
 from stagewright.profile.profile import Table
 
 _MOST_TURNS = 1024  # of messages between two stages that are looked at one by one
+_REMEDIES = {  # by the largest part of a rank's memory
+    "weights": "give the stage fewer units, or lower --staleness",
+    "gradients": "give the stage fewer units",
+    "optimizer": "give the stage fewer units",
+    "activations": "use a smaller --batch, more --microbatches, or give the stage fewer units",
+    "buffers": "use a smaller --batch or more --microbatches",
+}
 
 
 class UnitSums:
     """Prefix sums over a table's units, from which any contiguous segment is summed."""
 
     def __init__(self, table: Table) -> None:
-        self.table = table
+        def column(name: str) -> np.ndarray:
+            return np.array([getattr(unit, name) for unit in table.units], dtype=float)
+
+        def prefix(name: str) -> np.ndarray:
+            return np.concatenate(([0.0], np.cumsum(column(name))))
+
+        def border(name: str) -> np.ndarray:
+            return np.concatenate(([0.0], column(name)[:-1], [0.0]))
+
         self.names = [unit.name for unit in table.units]
-        self.forward = _prefix([unit.forward for unit in table.units])
-        self.backward = _prefix([unit.backward for unit in table.units])
-        self.parameters = _prefix([unit.parameters for unit in table.units])
-        self.frozen = _prefix([unit.frozen for unit in table.units])
-        self.saved = _prefix([unit.saved for unit in table.units])
-        self.live = np.array([0.0, *(unit.live for unit in table.units[:-1]), 0.0])
-        self.live_gradient = np.array([0.0, *(unit.live_gradient for unit in table.units[:-1]), 0.0])
-        self.outputs = np.array([unit.output for unit in table.units], dtype=float)
-        self.workspaces = np.array([unit.workspace for unit in table.units], dtype=float)
-
-    @property
-    def count(self) -> int:
-        return len(self.names)
-
-
-def _prefix(values: Sequence[float]) -> np.ndarray:
-    return np.concatenate(([0.0], np.cumsum(np.asarray(values, dtype=float))))
+        self.count = len(self.names)
+        self.forward, self.backward = prefix("forward"), prefix("backward")
+        self.parameters, self.frozen, self.saved = prefix("parameters"), prefix("frozen"), prefix("saved")
+        self.live, self.live_gradient = border("live"), border("live_gradient")
+        self.outputs, self.workspaces = column("output"), column("workspace")
 
 
 @dataclass(frozen=True)
@@ -77,17 +80,29 @@ class Setting:
 
     def sums(self, kind: str, samples: int) -> UnitSums:
         """The prefix sums of a table, made once."""
-        key = (kind, samples)
-        if key not in self._known_sums:
-            self._known_sums[key] = UnitSums(self.tables(kind, samples))
-        return self._known_sums[key]
+        return self._sums(kind, samples)
 
     @cached_property
-    def _known_sums(self) -> dict[tuple[str, int], UnitSums]:
-        return {}
+    def _sums(self) -> Callable[[str, int], UnitSums]:
+        return cache(lambda kind, samples: UnitSums(self.tables(kind, samples)))
 
     def update_seconds(self, parameters: float, kind: str) -> float:
         return float(cost.update_seconds(parameters, self.software.update_passes, self.devices(kind).bandwidth))
+
+
+_Figure = Callable[["Estimate", int, int], float]
+
+
+def _once_a_kind(compute: _Figure) -> _Figure:
+    """A figure of a stage on a rank, computed once: ranks with one kind of device share it."""
+
+    def figure(estimate: Estimate, stage: int, rank: int) -> float:
+        key = (compute.__name__, stage, estimate.kind(rank))
+        if key not in estimate.known:
+            estimate.known[key] = compute(estimate, stage, rank)
+        return estimate.known[key]
+
+    return figure
 
 
 class Estimate:
@@ -96,47 +111,38 @@ class Estimate:
     def __init__(self, plan: Plan, setting: Setting) -> None:
         self.plan = plan
         self.setting = setting
-        self._sums = {
-            kind: setting.sums(kind, plan.samples)
-            for kind in sorted({setting.cluster.kind_of(device) for device in plan.devices})
-        }
-        self._known: dict[tuple[object, ...], float] = {}
-        self._known_memory: dict[tuple[tuple[int, ...], str], Memory] = {}
-        names = next(iter(self._sums.values())).names
+        self.known: dict[tuple[str, int, str], float] = {}  # figures, by what they are of
+        self._kinds = [setting.cluster.kind_of(device) for device in plan.devices]
+        self._sums = {kind: setting.sums(kind, plan.samples) for kind in sorted(set(self._kinds))}
+        self._any = self._sums[self._kinds[0]]  # for what is the same on every kind of device
+        names = self._any.names
         self.bounds = [0, *(names.index(cut) for cut in plan.cuts), len(names)]
 
-    def _of(self, rank: int) -> UnitSums:
-        return self._sums[self.kind(rank)]
-
     def kind(self, rank: int) -> str:
-        return self.setting.cluster.kind_of(self.plan.devices[rank])
+        return self._kinds[rank]
 
+    def _within(self, prefix: np.ndarray, stage: int) -> float:
+        """The sum of a figure over the units of a stage."""
+        return float(prefix[self.bounds[stage + 1]] - prefix[self.bounds[stage]])
+
+    # --- Seconds of an action ---
+
+    @_once_a_kind
     def forward(self, stage: int, rank: int) -> float:
-        return self._once(("forward", stage, self.kind(rank)), lambda: self._compute(stage, rank, backward=False))
-
-    def backward(self, stage: int, rank: int) -> float:
-        return self._once(("backward", stage, self.kind(rank)), lambda: self._compute(stage, rank, backward=True))
-
-    def _once(self, key: tuple[object, ...], compute: Callable[[], float]) -> float:
-        """A figure that ranks with one kind of device share, computed once."""
-        if key not in self._known:
-            self._known[key] = compute()
-        return self._known[key]
-
-    def _compute(self, stage: int, rank: int, *, backward: bool) -> float:
-        first, last = self.bounds[stage], self.bounds[stage + 1]
-        sums = self._of(rank)
-        column = sums.backward if backward else sums.forward
-        seconds = float(column[last] - column[first]) * self._factor(stage) + self.setting.overhead
-        if stage == 0 and not backward:
+        units = self._within(self._sums[self.kind(rank)].forward, stage)
+        seconds = units * self._factor(stage, rank) + self.setting.overhead
+        if stage == 0:
             seconds += self._input_seconds(rank)
-        return seconds + self._copies(stage, backward=backward)
+        return seconds + self._copies(stage, backward=False)
 
-    def _factor(self, stage: int) -> float:
+    @_once_a_kind
+    def backward(self, stage: int, rank: int) -> float:
+        units = self._within(self._sums[self.kind(rank)].backward, stage)
+        return units * self._factor(stage, rank) + self.setting.overhead + self._copies(stage, backward=True)
+
+    @_once_a_kind
+    def _factor(self, stage: int, rank: int) -> float:
         """How much longer the computes of a stage take than its units alone on one device."""
-        return self._once(("factor", stage), lambda: self._scaling(stage))
-
-    def _scaling(self, stage: int) -> float:
         software, ranks = self.setting.software, self.plan.stages[stage].ranks
         machines = len({self.plan.devices[rank].machine for rank in ranks})
         factor = float(cost.scaling_factor(len(ranks), machines, software, self.setting.precision))
@@ -160,11 +166,23 @@ class Estimate:
         size = self.setting.input * self.plan.samples * software.input_bytes
         return size / (machine.levels[0].link.bandwidth * cost.PAGEABLE_SHARE)
 
+    @_once_a_kind
+    def update(self, stage: int, rank: int) -> float:
+        """Seconds of the optimizer, of the copy of the new version into its slot, and of its average."""
+        parameters, kind, setting = self.parameters(stage), self.kind(rank), self.setting
+        seconds = setting.update_seconds(parameters, kind) + setting.software.overhead
+        if self.plan.stages[stage].versions > 1:
+            seconds += float(cost.update_seconds(parameters, 2, setting.devices(kind).bandwidth))
+        if setting.is_averaged:
+            seconds += float(cost.update_seconds(parameters, 3, setting.devices(kind).bandwidth))
+        return seconds
+
+    # --- Messages and sums ---
+
     def parameters(self, stage: int) -> float:
         """Trained numbers of a stage; a table counts those that several units use at the first of them."""
-        sums = self._of(0)
         arrived = sum(tied.size for tied in self._tied(stage) if stage != tied.homes[0])
-        return float(sums.parameters[self.bounds[stage + 1]] - sums.parameters[self.bounds[stage]]) + arrived
+        return self._within(self._any.parameters, stage) + arrived
 
     def own_parameters(self, stage: int) -> float:
         """Those of no other stage, whose gradient the stage's own all-reduce sums."""
@@ -173,95 +191,52 @@ class Estimate:
     def _tied(self, stage: int) -> list[TiedParameter]:
         return [tied for tie in self.plan.ties for tied in tie.parameters if stage in tied.homes]
 
-    def update(self, stage: int, rank: int) -> float:
-        """Seconds of the optimizer, of the copy of the new version into its slot, and of its average."""
-        return self._once(("update", stage, self.kind(rank)), lambda: self._update(stage, rank))
-
-    def _update(self, stage: int, rank: int) -> float:
-        parameters, kind = self.parameters(stage), self.kind(rank)
-        seconds = self.setting.update_seconds(parameters, kind) + self.setting.software.overhead
-        if self.plan.stages[stage].versions > 1:
-            seconds += float(cost.update_seconds(parameters, 2, self.setting.devices(kind).bandwidth))
-        if self.setting.is_averaged:
-            seconds += float(cost.update_seconds(parameters, 3, self.setting.devices(kind).bandwidth))
-        return seconds
-
     def boundary(self, stage: int, *, backward: bool) -> float:
         """Bytes of a message across the cut behind a stage."""
-        sums = self._of(0)
-        return float((sums.live_gradient if backward else sums.live)[self.bounds[stage + 1]])
+        return float((self._any.live_gradient if backward else self._any.live)[self.bounds[stage + 1]])
 
     def reduction(self, stage: int) -> float:
         """Seconds of a stage's all-reduce."""
-        ranks, size = self.plan.stages[stage].ranks, self.own_parameters(stage) * cost.GRADIENT_BYTES
+        return self._reduction(stage, 0)
 
-        def seconds() -> float:
-            fabric = self._fabrics[stage]
-            largest = float(np.diff(self._of(0).parameters[self.bounds[stage] : self.bounds[stage + 1] + 1]).max())
-            carried = cost.carried_bytes(size, largest * cost.GRADIENT_BYTES, self.setting.software, fabric)
-            return float(cost.allreduce_seconds(carried, len(ranks), fabric.bandwidth, fabric.latency))
-
-        return self._once(("reduction", stage), seconds)
+    @_once_a_kind
+    def _reduction(self, stage: int, rank: int) -> float:
+        fabric, size = self._fabrics[stage], self.own_parameters(stage) * cost.GRADIENT_BYTES
+        units = self._any.parameters[self.bounds[stage] : self.bounds[stage + 1] + 1]
+        largest = float(np.diff(units).max()) * cost.GRADIENT_BYTES
+        carried = cost.carried_bytes(size, largest, self.setting.software, fabric)
+        return self._sum_seconds(carried, self.plan.stages[stage].replicas, fabric)
 
     def exposed(self, stage: int) -> float:
         """Seconds of a stage's all-reduce that the last backward of a round does not hide."""
+        return self._exposed(stage, 0)
 
-        def seconds() -> float:
-            backward = min(self.backward(stage, rank) for rank in self.plan.stages[stage].ranks)
-            hiding = cost.hidden_seconds(backward, self._fabrics[stage])
-            tail = cost.tail_share(self.own_parameters(stage) * cost.GRADIENT_BYTES)
-            return float(cost.exposed_seconds(self.reduction(stage), hiding, tail))
-
-        return self._once(("exposed", stage), seconds)
+    @_once_a_kind
+    def _exposed(self, stage: int, rank: int) -> float:
+        backward = min(self.backward(stage, rank) for rank in self.plan.stages[stage].ranks)
+        hiding = cost.hidden_seconds(backward, self._fabrics[stage])
+        tail = cost.tail_share(self.own_parameters(stage) * cost.GRADIENT_BYTES)
+        return float(cost.exposed_seconds(self.reduction(stage), hiding, tail))
 
     def tie(self, tie: Tie) -> float:
         """Seconds of the sums of tied gradients, each over all ranks of its homes; nothing hides them."""
+        total = 0.0
+        for tied in tie.parameters:
+            ranks = self.plan.ranks_of(tied.homes)
+            total += self._sum_seconds(tied.size * cost.GRADIENT_BYTES, len(ranks), self._fabric(ranks))
+        return total
 
-        def seconds() -> float:
-            total = 0.0
-            for tied in tie.parameters:
-                ranks = self.plan.ranks_of(tied.homes)
-                fabric = cost.ring_fabric(self.setting.cluster, [self.plan.devices[rank] for rank in ranks])
-                size = tied.size * cost.GRADIENT_BYTES
-                total += float(cost.allreduce_seconds(size, len(ranks), fabric.bandwidth, fabric.latency))
-            return total
+    def _sum_seconds(self, size: float, ranks: int, fabric: cost.Fabric) -> float:
+        return float(cost.allreduce_seconds(size, ranks, fabric.bandwidth, fabric.latency))
 
-        return self._once(("tie", tie.stages), seconds)
+    def _fabric(self, ranks: Iterable[int]) -> cost.Fabric:
+        return cost.ring_fabric(self.setting.cluster, [self.plan.devices[rank] for rank in ranks])
 
     @cached_property
     def _fabrics(self) -> list[cost.Fabric]:
-        return [
-            cost.ring_fabric(self.setting.cluster, [self.plan.devices[rank] for rank in stage.ranks])
-            for stage in self.plan.stages
-        ]
+        return [self._fabric(stage.ranks) for stage in self.plan.stages]
 
-    def memory(self, rank: int) -> Memory:
-        """The memory of a rank."""
-        return self._memory_of(tuple(self._stages_of[rank]), self.kind(rank), rank)
-
-    @cached_property
-    def memories(self) -> tuple[Memory, ...]:
-        """The memory of every rank; ranks with one kind of device and the same stages have the same."""
-        return tuple(self.memory(rank) for rank in range(self.plan.world))
-
-    @cached_property
-    def _stages_of(self) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in range(self.plan.world)]
-        for stage in self.plan.stages:
-            for rank in stage.ranks:
-                found[rank].append(stage.index)
-        return found
-
-    def _memory_of(self, stages: tuple[int, ...], kind: str, rank: int) -> Memory:
-        key = (stages, kind)
-        if key not in self._known_memory:
-            parts = (self._stage_memory(self.plan.stages[index], rank) for index in stages)
-            self._known_memory[key] = Memory.sum(parts)
-        return self._known_memory[key]
-
-    @property
-    def fits(self) -> bool:
-        return all(memory.total <= self.limit(rank) for rank, memory in enumerate(self.memories))
+    # --- Bounds of a batch ---
 
     @cached_property
     def floor(self) -> float:
@@ -272,21 +247,23 @@ class Estimate:
         plan = self.plan
         busy = [0.0] * plan.world
         for stage in plan.stages:
-            rounds = plan.microbatches / stage.round
-            alike: dict[str, float] = {}
             for rank in stage.ranks:
-                kind = self.kind(rank)
-                if kind not in alike:
-                    each = self.forward(stage.index, rank) + self.backward(stage.index, rank)
-                    alike[kind] = each * plan.microbatches / stage.replicas + rounds * self.update(stage.index, rank)
-                busy[rank] += alike[kind]
+                busy[rank] += self._busy(stage.index, rank)
         for number, machine in enumerate(self.setting.cluster.machines):
             if machine.is_shared and machine.devices:
                 own = [rank for rank, device in enumerate(plan.devices) if device.machine == number]
                 together = sum(busy[rank] for rank in own) / machine.devices
                 for rank in own:
                     busy[rank] = max(together, busy[rank] / machine.most_speedup)
-        return max(*busy, *map(self._rounds, plan.stages), self._busiest_edge())
+        busiest_edge = max(self._loads.values(), default=0.0)
+        return max(*busy, *map(self._rounds, plan.stages), busiest_edge)
+
+    @_once_a_kind
+    def _busy(self, stage: int, rank: int) -> float:
+        """Seconds of a batch that a rank computes for a stage."""
+        plan, own = self.plan, self.plan.stages[stage]
+        each = self.forward(stage, rank) + self.backward(stage, rank)
+        return each * plan.microbatches / own.replicas + plan.microbatches / own.round * self.update(stage, rank)
 
     def _rounds(self, stage: Stage) -> float:
         """Seconds of a batch's rounds on a stage with one version: each ends before the next begins.
@@ -303,10 +280,6 @@ class Estimate:
         exposed = self.exposed(stage.index) if stage.replicas > 1 else 0.0
         update = min(self.update(stage.index, rank) for rank in ranks)
         return (computes + exposed + update) * self.plan.microbatches / stage.round
-
-    def _busiest_edge(self) -> float:
-        """Seconds of messages per batch over the busiest edge."""
-        return max(self._loads.values(), default=0.0)
 
     def edge_seconds(self) -> dict[str, float]:
         """Seconds of messages per batch over every edge, by its name."""
@@ -337,29 +310,46 @@ class Estimate:
                             loads[edge] += size / link.bandwidth
         return loads
 
-    def _stage_memory(self, stage: Stage, rank: int) -> Memory:
-        software, sums = self.setting.software, self._of(rank)
-        first, last = self.bounds[stage.index], self.bounds[stage.index + 1]
-        weights = self.parameters(stage.index) * cost.GRADIENT_BYTES
+    # --- Memory ---
+
+    @cached_property
+    def memories(self) -> tuple[Memory, ...]:
+        """The memory of every rank; ranks with one kind of device and the same stages have the same."""
+        carried: list[list[Stage]] = [[] for _ in range(self.plan.world)]
+        for stage in self.plan.stages:
+            for rank in stage.ranks:
+                carried[rank].append(stage)
+        known: dict[object, Memory] = {}
+        for kind, stages in zip(self._kinds, carried, strict=True):
+            key = (kind, *(stage.index for stage in stages))
+            if key not in known:
+                known[key] = Memory.sum(self._stage_memory(stage, self._sums[kind]) for stage in stages)
+        return tuple(
+            known[kind, *(stage.index for stage in stages)] for kind, stages in zip(self._kinds, carried, strict=True)
+        )
+
+    def _stage_memory(self, stage: Stage, sums: UnitSums) -> Memory:
+        software, index = self.setting.software, stage.index
+        first, last = self.bounds[index], self.bounds[index + 1]
+        weights = self.parameters(index) * cost.GRADIENT_BYTES
         own = -(-stage.round // stage.replicas)
         depth = int(microbatches_held(stage.depth, stage.versions, stage.round, stage.replicas))
         depth = depth if stage.count > 1 else 1
         if software.whole_batches:
             depth = own if stage.is_last else own * (software.in_flight or 1)
         pieces = own if software.whole_batches else 1  # microbatches that run as one
-        saved = float(sums.saved[last] - sums.saved[first])
-        frozen = float(sums.frozen[last] - sums.frozen[first])
         messages = float(sums.live[first] + sums.live[last]) * pieces
         largest = float(sums.outputs[first:last].max()) * pieces
         borrowed = float(software.workspace)
         if not software.keeps_workspace:
             borrowed = min(borrowed, float(sums.workspaces[first:last].max()) * pieces)
         loads = stage.is_first and self.setting.loader is not None
+        frozen = self._within(sums.frozen, index) * cost.GRADIENT_BYTES
         return Memory(
-            weights=weights * weight_copies(stage.versions) + frozen * cost.GRADIENT_BYTES,
+            weights=weights * weight_copies(stage.versions) + frozen,
             gradients=weights * stage.num_gradients,
             optimizer=weights * (self.setting.moments + software.temporaries),
-            activations=saved * depth,
+            activations=self._within(sums.saved, index) * depth,
             buffers=2 * messages + 2 * largest + (software.loader if loads else 0),
             workspace=borrowed,
             context=float(software.context),
@@ -367,6 +357,10 @@ class Estimate:
 
     def limit(self, rank: int) -> int:
         return self.setting.devices(self.kind(rank)).memory
+
+    @property
+    def fits(self) -> bool:
+        return all(memory.total <= self.limit(rank) for rank, memory in enumerate(self.memories))
 
     def require_fit(self) -> None:
         """Raise unless every rank's memory fits its device."""
@@ -376,18 +370,8 @@ class Estimate:
                 raise UserError(
                     f"{self.plan.name_replica(rank)} needs {memory.total / MIB:,.0f} MiB but its device has "
                     f"{limit / MIB:,.0f}, {(memory.total - limit) / MIB:,.0f} too few; most of it is {memory.largest}: "
-                    f"{_remedy(memory.largest)}"
+                    f"{_REMEDIES.get(memory.largest, 'use a device with more memory')}"
                 )
-
-
-def _remedy(part: str) -> str:
-    return {
-        "weights": "give the stage fewer units, or lower --staleness",
-        "gradients": "give the stage fewer units",
-        "optimizer": "give the stage fewer units",
-        "activations": "use a smaller --batch, more --microbatches, or give the stage fewer units",
-        "buffers": "use a smaller --batch or more --microbatches",
-    }.get(part, "use a device with more memory")
 
 
 def with_own_ties(plan: Plan, setting: Setting) -> Plan:

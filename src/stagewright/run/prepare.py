@@ -433,6 +433,6 @@ def memory_advice(config: Config, plan: Plan, rank: int, capacity: int, form: Fo
     for microbatches in range(plan.microbatches + 1, plan.batch + 1):
         if plan.batch % microbatches == 0:
             smaller = plan.with_microbatches(microbatches)
-            if Estimate(smaller, setting).memory(rank).total <= capacity:
+            if Estimate(smaller, setting).memories[rank].total <= capacity:
                 return f"the largest microbatch that should fit is {smaller.samples}: use --microbatches {microbatches}"
     return "no microbatch should fit: give the stage fewer units, or use a device with more memory"

@@ -453,5 +453,5 @@ def _write_memory(job: Job) -> None:
         return
     with suppress(UserError):  # its shapes can't be traced
         estimate = Estimate(job.plan, memory_setting(job.config, job.plan, job.training.form))
-        parts = {"ranks": [asdict(estimate.memory(rank)) for rank in range(job.plan.world)]}
+        parts = {"ranks": list(map(asdict, estimate.memories))}
         (Path(job.folder) / "memory.json").write_text(json.dumps(parts))

@@ -47,7 +47,7 @@ def test_a_stage_costs_the_sum_of_its_units() -> None:
 def test_frozen_weights_are_held_once_whatever_the_lag() -> None:
     frozen = (replace(UNITS[0], parameters=0, frozen=10 * MIB), *UNITS[1:])
     lagging = plan("0:0-2.0:3", Mode.STALE, ("b",))
-    found = Estimate(lagging, setting(units=frozen)).memory(0)
+    found = Estimate(lagging, setting(units=frozen)).memories[0]
     assert (found.weights, found.gradients, found.optimizer) == (10 * MIB * 4, 0, 0)
     searched, plain = (Segments.of([UnitSums(Table("fp32", 2, u))], setting().software) for u in (frozen, UNITS))
     assert searched.other[0] - plain.other[0] == 10 * MIB * 4  # the search counts them too
@@ -55,7 +55,7 @@ def test_frozen_weights_are_held_once_whatever_the_lag() -> None:
 
 def test_memory_parts_of_each_stage() -> None:
     estimate = Estimate(plan("0:0-2.0:3", Mode.STALE, ("b",)), setting())
-    first = estimate.memory(0)
+    first = estimate.memories[0]
     weights = 10 * MIB * 4
     assert first.weights == 3 * weights  # master and two versions
     assert first.gradients == 2 * weights  # two buffers: it lags and is replicated
@@ -63,7 +63,7 @@ def test_memory_parts_of_each_stage() -> None:
     assert first.activations == 3 * 7 * MIB  # depth ceil(4 / 3) + 1
     assert first.buffers == 2 * 3 * MIB + 2 * 100 * MIB
     assert first.workspace == 40 * MIB and first.context == 17 * MIB  # the unit would borrow 50
-    last = estimate.memory(3)
+    last = estimate.memories[3]
     assert last.weights == last.gradients == last.optimizer == 50 * MIB * 4
     assert last.activations == 24 * MIB and last.workspace == 0
     assert last.largest in ("weights", "gradients", "optimizer")
@@ -71,7 +71,7 @@ def test_memory_parts_of_each_stage() -> None:
 
 def test_several_stages_on_a_rank_share_workspace_and_context() -> None:
     estimate = Estimate(plan("0:0-1.0:0-1", Mode.STALE, ("b",)), setting())
-    memory = estimate.memory(0)
+    memory = estimate.memories[0]
     assert memory.context == 17 * MIB and memory.workspace == 40 * MIB
     assert memory.optimizer == 60 * MIB * 4
 
@@ -81,21 +81,21 @@ def test_error_names_the_rank_that_does_not_fit_and_a_remedy() -> None:
     with pytest.raises(ValueError) as caught:
         tight.require_fit()
     text = str(caught.value)
-    over = tight.memory(3).total / MIB - 600
+    over = tight.memories[3].total / MIB - 600
     assert "stage 1 replica 0 (rank 3, machine 0)" in text and "600" in text and f"{over:,.0f} too few" in text
     assert "fewer units" in text
 
 
 def test_adamw_keeps_two_moments() -> None:
     estimate = Estimate(plan("0:0-1", Mode.DP, ()), replace(setting(), optimizer="adamw"))
-    assert estimate.memory(0).optimizer == 2 * 60 * MIB * 4
+    assert estimate.memories[0].optimizer == 2 * 60 * MIB * 4
 
 
 def test_averaged_weights_are_one_more_copy_and_take_time() -> None:
     made = plan("0:0-2.0:3", Mode.STALE, ("b",))
     plain, averaged = (Estimate(made, replace(setting(), is_averaged=kept)) for kept in (False, True))
     for rank, parameters in ((0, 10 * MIB), (3, 50 * MIB)):
-        assert averaged.memory(rank).total - plain.memory(rank).total == parameters * 4
+        assert averaged.memories[rank].total - plain.memories[rank].total == parameters * 4
     assert averaged.update(1, 3) - plain.update(1, 3) == pytest.approx(3 * 50 * MIB * 4 / 1e9)
     limits = [make_memory_limits(one.setting, Mode.STALE, 6, 1).moments for one in (plain, averaged)]
     assert limits[1] == limits[0] + 1  # what the search counts

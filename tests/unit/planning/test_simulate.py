@@ -232,7 +232,7 @@ def test_an_estimate_counts_a_tied_parameter_in_each_home_and_its_sum_over_the_l
     assert shared.parameters(0) == plain.parameters(0)  # a table counts it at its first use
     assert shared.parameters(2) == plain.parameters(2) + 500
     assert shared.own_parameters(0) == plain.parameters(0) - 500
-    assert shared.memory(3).weights == plain.memory(3).weights + 500 * 4
+    assert shared.memories[3].weights == plain.memories[3].weights + 500 * 4
     (tie,) = shared.plan.ties
     assert shared.tie(tie) > 0
     assert predict(shared.plan, setting).images_per_second < predict(plain.plan, setting).images_per_second
