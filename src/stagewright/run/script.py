@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from rich.console import Console
@@ -26,33 +26,18 @@ from stagewright.report.live.terminal import say, voice_of
 from stagewright.run.opening import Launch, Opening
 from stagewright.run.prepare import headline
 from stagewright.run.train import Host, begun, hosted, run
-from stagewright.runtime.checkpoint.history import History, read_history
-from stagewright.runtime.job import Job
+from stagewright.runtime.checkpoint.history import read_history
 from stagewright.runtime.process.assemble import ScriptParts
 from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.external import find_rank
 from stagewright.runtime.process.session import Session
 from stagewright.runtime.process.torch_flags import keep_freed_memory, preserved_flags
+from stagewright.runtime.script.rank import ScriptRank
 from stagewright.voice import Voice
 
 WriteStates = Callable[[list[dict[str, Tensor]]], object]
 OPTIONS = "STAGEWRIGHT_OPTIONS"  # environment variable: tables of options that `stagewright run` was given
 USER_ERROR = 2  # the exit code
-
-
-class Ranks(Protocol):
-    """The ranks of this process, and how they reach those of others."""
-
-    job: Job
-    history: History
-
-    @property
-    def is_main(self) -> bool: ...
-    def open(self, script: ScriptParts) -> Session: ...
-    def call(self, what: str, where: str, contents: str = "") -> None: ...
-    def save(self, write: WriteStates) -> None: ...
-    def close(self) -> None: ...
-    def abandon(self, error: BaseException) -> None: ...
 
 
 def launch_script(given: Config | Opening) -> NoReturn:
@@ -133,6 +118,9 @@ class Local:
         """End without a result, because of an error."""
         with suppress(BaseException):  # it is raised where it came from
             self._stack.__exit__(type(error), error, error.__traceback__)
+
+
+Ranks = Local | ScriptRank  # of this process, and how they reach those of others
 
 
 @dataclass(frozen=True, slots=True)

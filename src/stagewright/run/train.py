@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from html import escape
@@ -56,7 +56,6 @@ from stagewright.runtime.process.log import Ledger
 from stagewright.runtime.process.object_pipe import given_names
 from stagewright.runtime.process.rank import state_file
 from stagewright.runtime.process.signals import stop_on_signal
-from stagewright.runtime.process.supervisor import NewestCheckpoint
 from stagewright.runtime.process.torch_flags import preserved_state
 from stagewright.voice import Voice
 
@@ -248,7 +247,7 @@ class Host:
     """A run while its ranks train."""
 
     ledger: Ledger
-    say: Callable[[str], None]
+    voice: Voice
     exported: Path | None = None  # the weights, once they are written
     result: Result | None = None  # once the run is over
 
@@ -274,7 +273,7 @@ def hosted(
             monitored(job, track, shown.voice) as monitor,
             _advised(job, ledger),
         ):
-            host = Host(ledger, shown.voice.note)
+            host = Host(ledger, shown.voice)
             yield host
         if ledger.stopped_at is not None:
             host.exported = _stopped(job, ledger.stopped_at, callbacks)
@@ -380,7 +379,7 @@ def _how_to_resume(job: Job, done: int = 0) -> str:
 def _run_other_machine(job: Job, site: Site, asked: _Asked) -> Result:
     """Run the ranks of a machine that is not the host; the host collects their events."""
     with monitored(job, lambda use: None, asked.voice, site.index) as monitor:
-        is_stopping = launch(job, None, NewestCheckpoint(job), site, asked.voice.note, asked.script, asked.spare)
+        is_stopping = launch(job, None, site, asked.voice, asked.script, asked.spare)
     if is_stopping:
         raise Interrupted("with the other machines")
     return _silent_result(job, machine=site.index, use=usage_totals(monitor))
@@ -390,7 +389,7 @@ def _run_other_rank(group: ExternalGroup, script: Sequence[str] | None) -> Resul
     """Run a rank that torchrun or srun has started; rank 0 collects its events and reports what goes wrong."""
     job = group.receive()
     try:
-        if job is None or launch(job, None, NewestCheckpoint(job), group, script=script):
+        if job is None or launch(job, None, group, script=script):
             sys.exit(1)  # rank 0 failed, or all ranks were asked to stop
     except (RunFailed, Interrupted):
         sys.exit(1)
@@ -413,7 +412,7 @@ def _execute(made: Prepared, host: Host, site: Site | ExternalGroup | None, aske
             with stop_on_signal(emulation.pauses.stop):
                 emulation.run()
             return None if emulation.is_stopped else _export(job, list(emulation.states().values()))
-    launch(job, ledger, NewestCheckpoint(job), site, host.say, asked.script, asked.spare)
+    launch(job, ledger, site, host.voice, asked.script, asked.spare)
     if not job.export or ledger.stopped_at is not None:
         return None
     files = [state_file(Path(job.folder), stage.index) for stage in job.plan.stages]

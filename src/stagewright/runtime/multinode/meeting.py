@@ -29,6 +29,7 @@ from stagewright.runtime.faults import HungRank, PausingClock, RankExit
 from stagewright.runtime.multinode.consistency import announce_folder, link_checkpoints
 from stagewright.runtime.multinode.nodes import RankProcesses, Site
 from stagewright.runtime.multinode.tunnel import AccessDenied, check_access
+from stagewright.voice import SILENT, Voice
 
 _BEAT_SECONDS = 0.25
 _POLL_SECONDS = 0.1
@@ -36,15 +37,6 @@ _FIRST_NOTICE_SECONDS, _NEXT_NOTICE_SECONDS = 2.0, 30.0
 _FAREWELL_SECONDS = 5.0
 _SHORT_SECONDS = 2.0
 _CONNECT = timedelta(seconds=10)
-
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PeerFault:
-    """Why this machine's ranks have to stop: another machine is lost, or announced a fault."""
-
-    lost: int | None = None  # that machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +145,7 @@ class Meeting:
     """One machine's part in the meeting."""
 
     config: MeetingConfig
-    say: Say = lambda line: None
+    voice: Voice = SILENT
     start: int = 0  # number of the current start
     session: str = field(default_factory=lambda: secrets.token_hex(8))  # of this supervisor process
     _heartbeat: Heartbeat | None = None
@@ -188,15 +180,17 @@ class Meeting:
             self._heartbeat = Heartbeat(store, self.machine, self.machines, self.config.lost, self.start)
         return decision
 
-    def peer_fault(self) -> PeerFault | None:
-        """Another machine's fault, if there is one; RunFailed where another machine ended the run."""
+    def peer_fault(self) -> MachineReport | None:
+        """Why this machine's ranks have to stop: another machine is lost, or announced a fault.
+
+        RunFailed where another machine ended the run.
+        """
         heartbeat = self._heartbeat
-        if heartbeat is None:
+        if heartbeat is None or (heartbeat.ended is None and heartbeat.lost is None and not heartbeat.is_faulty):
             return None
         if heartbeat.ended is not None:
             raise RunFailed(heartbeat.ended)
-        is_faulty = heartbeat.lost is not None or heartbeat.is_faulty
-        return PeerFault(heartbeat.lost) if is_faulty else None
+        return MachineReport(lost=() if heartbeat.lost is None else (heartbeat.lost,))
 
     def announce_fault(self) -> None:
         """Have the other machines stop too; one that can't be reached notices the lost heartbeat."""
@@ -252,7 +246,7 @@ class Meeting:
         if self.machines > 1:
             announce_folder(store, self.config.folder, self.session)
         store.set("round", json.dumps([self.session, self.start]))
-        waiting = _Waiting(self.say, self.config.join)
+        waiting = _Waiting(self.voice, self.config.join)
         while (decision := decide(reports, waiting.seconds)) is None:
             for machine in range(1, self.machines):
                 key = f"here/{self.start}/{machine}"
@@ -266,7 +260,7 @@ class Meeting:
         return decision
 
     def _attend(self, report: MachineReport) -> StartDecision:
-        waiting = _Waiting(self.say, self.config.join)
+        waiting = _Waiting(self.voice, self.config.join)
         host = [self.name(0)]
         while True:
             try:
@@ -314,8 +308,8 @@ class Meeting:
 class _Waiting:
     """Names the machines that this one waits for, from time to time, until it has waited too long."""
 
-    def __init__(self, say: Say, limit: float) -> None:
-        self._say = say
+    def __init__(self, voice: Voice, limit: float) -> None:
+        self._voice = voice
         self._limit = limit
         self._began = time.monotonic()
         self._next_notice = _FIRST_NOTICE_SECONDS
@@ -336,6 +330,6 @@ class _Waiting:
                 "check that the address can be reached, or raise --join-timeout"
             )
         if self.seconds >= self._next_notice:
-            self._say(f"waiting for {listed}")
+            self._voice.note(f"waiting for {listed}")
             self._next_notice = self.seconds + _NEXT_NOTICE_SECONDS
         return None

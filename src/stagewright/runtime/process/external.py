@@ -30,7 +30,7 @@ from stagewright.runtime.comm.transport import LOOPBACK
 from stagewright.runtime.job import Job
 from stagewright.runtime.multinode.meeting import MeetingConfig
 from stagewright.runtime.multinode.nodes import RankProcesses, slurm_hosts
-from stagewright.runtime.process.supervisor import NewestCheckpoint
+from stagewright.runtime.process.supervisor import StartPoint
 
 _POLL_SECONDS = 0.1
 _FIRST_PORT, _PORTS = 20000, 10000  # that srun's steps share, below those that Linux gives to clients
@@ -122,7 +122,7 @@ class ExternalGroup:
             return None
         folder = Path(self._store.get(self._folder_key).decode())
         job, (newest, _) = Job.load(folder / "job.json"), newest_intact(folder)
-        return job if newest is None else NewestCheckpoint(job).job(job, newest.batch)
+        return job if newest is None else StartPoint(job).job(job, newest.batch)
 
     def publish(self, job: Job) -> None:
         """Have the other ranks start this job; an error where they are on other machines than the plan says."""

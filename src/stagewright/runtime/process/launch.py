@@ -16,22 +16,22 @@ from stagewright.errors import Interrupted, UserError
 from stagewright.runtime.comm.transport import LOOPBACK
 from stagewright.runtime.faults import append_log
 from stagewright.runtime.job import Job
-from stagewright.runtime.multinode.meeting import Meeting, MeetingConfig, Say
+from stagewright.runtime.multinode.meeting import Meeting, MeetingConfig
 from stagewright.runtime.multinode.nodes import Site, bound_to, names_by_address
 from stagewright.runtime.multinode.tunnel import Refusals, Tunnel, TunnelServer, store_prefix
 from stagewright.runtime.process.children import SpareRanks
 from stagewright.runtime.process.external import ExternalGroup
 from stagewright.runtime.process.log import EventHandler
 from stagewright.runtime.process.signals import stop_on_signal
-from stagewright.runtime.process.supervisor import StartPoint, Supervisor
+from stagewright.runtime.process.supervisor import Supervisor
+from stagewright.voice import SILENT, Voice
 
 
 def launch(
     job: Job,
     handler: EventHandler | None = None,
-    start_point: StartPoint | None = None,
     site: Site | ExternalGroup | None = None,
-    say: Say = lambda line: None,
+    voice: Voice = SILENT,
     script: Sequence[str] | None = None,
     spare: SpareRanks | None = None,
 ) -> bool:
@@ -43,9 +43,9 @@ def launch(
     """
     folder = Path(job.folder)
     (folder / "ranks").mkdir(exist_ok=True)
-    with _open_store(job, site, folder, say) as config:
-        meeting = Meeting(config, say)
-        supervisor = Supervisor(job, handler or EventHandler(), start_point or StartPoint(), meeting, script, spare)
+    with _open_store(job, site, folder, voice) as config:
+        meeting = Meeting(config, voice)
+        supervisor = Supervisor(job, handler or EventHandler(), meeting, script, spare)
         ended: str | None = None
         try:
             with stop_on_signal(supervisor.stop):
@@ -59,7 +59,7 @@ def launch(
 
 
 @contextmanager
-def _open_store(job: Job, site: Site | ExternalGroup | None, folder: Path, say: Say) -> Iterator[MeetingConfig]:
+def _open_store(job: Job, site: Site | ExternalGroup | None, folder: Path, voice: Voice) -> Iterator[MeetingConfig]:
     """Machine 0's store: hosted on loopback here, with a tunnel server for the other machines; or a tunnel to it."""
     if isinstance(site, ExternalGroup):
         yield site.meeting(job)
@@ -79,12 +79,12 @@ def _open_store(job: Job, site: Site | ExternalGroup | None, folder: Path, say: 
         listener, port = stack.enter_context(bound_socket())
         store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         if site is not None:
-            stack.callback(_open_tunnel_server(site, port, nodes.lost_timeout, folder, say).close)
+            stack.callback(_open_tunnel_server(site, port, nodes.lost_timeout, folder, voice).close)
         yield replace(config, port=port)
         del store
 
 
-def _open_tunnel_server(site: Site, port: int, lost: float, folder: Path, say: Say) -> TunnelServer:
+def _open_tunnel_server(site: Site, port: int, lost: float, folder: Path, voice: Voice) -> TunnelServer:
     node, names = site.nodes[0], dict[str, str]()
     refusals = Refusals(names)
 
@@ -92,7 +92,7 @@ def _open_tunnel_server(site: Site, port: int, lost: float, folder: Path, say: S
         if line := refusals.add(peer):
             append_log(folder, f"{line}\n")
             advice = f"if that machine is not part of this run, block port {node.port} for it in your firewall"
-            say(f"warning: {line}; {advice}")
+            voice.warn(f"{line}; {advice}")
 
     try:
         listener = bound_to(site.address, node.port)

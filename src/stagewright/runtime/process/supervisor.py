@@ -43,19 +43,7 @@ _NCCL_INTERFACE, _NCCL_ERRORS = "NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HA
 
 
 class StartPoint:
-    """Where a start may begin: here always with the first batch."""
-
-    def batches(self) -> Sequence[int]:
-        """Batch numbers to start from: the run's own start, and later ones that save work. Machine 0's are used."""
-        return (0,)
-
-    def job(self, job: Job, batch: int) -> Job:
-        """The job of ranks that start from a batch."""
-        return job
-
-
-class NewestCheckpoint(StartPoint):
-    """Starts from the newest intact checkpoint of a run, or where the run itself started."""
+    """Where a start may begin: at the newest intact checkpoint of a run, or where the run itself started."""
 
     def __init__(self, job: Job) -> None:
         self._start = job.start
@@ -63,11 +51,13 @@ class NewestCheckpoint(StartPoint):
         self._starts = 0
 
     def batches(self) -> Sequence[int]:
+        """Batch numbers to start from: the run's own start, and later ones that save work. Machine 0's are used."""
         newest, _ = newest_intact(self._folder) if self._starts else (None, [])
         self._starts += 1
         return (self._start,) if newest is None else (self._start, newest.batch)
 
     def job(self, job: Job, batch: int) -> Job:
+        """The job of ranks that start from a batch."""
         if batch == job.start:
             return job
         if batch == 0:  # machine 0 starts anew, this machine was told to resume
@@ -85,7 +75,6 @@ class Supervisor:
         self,
         job: Job,
         handler: EventHandler,
-        start_point: StartPoint,
         meeting: Meeting,
         script: Sequence[str] | None = None,
         spare: SpareRanks | None = None,
@@ -99,7 +88,7 @@ class Supervisor:
         self._script = script
         self._spare = spare
         self._handler = handler
-        self._start_point = start_point
+        self._start_point = StartPoint(job)
         self._meeting = meeting
         self._folder = Path(job.folder)
         self._ranks = [meeting.machine] if is_external else _ranks_on(job.plan, meeting.machine)
@@ -194,30 +183,20 @@ class Supervisor:
         return variables
 
     def _start(self, children: Children) -> None:
-        if self._script is not None:
-            self._start_script(children, self._script)
-            return
-        job = self._folder / "job.json"
-        command = [sys.executable, "-m", "stagewright.runtime.process.rank", str(job)]
+        """Start this machine's ranks; of a script's, what rank 0 prints is seen."""
+        job, script = self._folder / "job.json", self._script
+        command = script or [sys.executable, "-m", "stagewright.runtime.process.rank", str(job)]
         for rank in self._ranks:
-            logs = self._logs(rank)
-            content = content_for(self._job.config, self._job.plan, rank, self._objects)
+            variables, logs = self.environment(rank), self._logs(rank)
             files = (logs / "stdout.log", logs / "stderr.log")
-            variables = self.environment(rank)
+            content = None if script else content_for(self._job.config, self._job.plan, rank, self._objects)
             spare = self._spare.become(job, variables, content, *files) if self._spare else None
             if spare is not None:
                 children.adopt(spare)
-            else:
-                children.start(command, variables, content, stdout=files[0], stderr=files[1])
-
-    def _start_script(self, children: Children, script: Sequence[str]) -> None:
-        """Start the script once per rank; what rank 0 prints is seen."""
-        for rank in self._ranks:
-            logs = self._logs(rank)
-            seen = None if rank == 0 else logs / "stdout.log"
-            children.start(
-                script, self.environment(rank), stdin=subprocess.DEVNULL, stdout=seen, stderr=logs / "stderr.log"
-            )
+                continue
+            stdin = subprocess.DEVNULL if script else None
+            stdout = None if script and rank == 0 else files[0]
+            children.start(command, variables, content, stdin=stdin, stdout=stdout, stderr=files[1])
 
     def _logs(self, rank: int) -> Path:
         return self._folder / "logs" / f"start-{self._meeting.start}" / f"rank-{rank}"
@@ -241,7 +220,7 @@ class Supervisor:
                 ]
                 return MachineReport(exits=tuple(exits))
             if (peer := self._meeting.peer_fault()) is not None:
-                return MachineReport(lost=() if peer.lost is None else (peer.lost,))
+                return peer
             running = {rank: processes[rank] for rank, code in codes.items() if code is None}
             if running and (hung := watchdog.find_hung(running)) is not None:
                 return MachineReport(hung=(hung,))
@@ -267,10 +246,10 @@ class Supervisor:
             if self.is_stopping:
                 raise RunFailed(f"{cause}; {full}, so it was not restarted before it was asked to stop")
             if not is_told:
-                self._meeting.say(f"{cause}; {full}: restart {decision.restart} waits for {_ROOM >> 10} KiB")
+                self._meeting.voice.note(f"{cause}; {full}: restart {decision.restart} waits for {_ROOM >> 10} KiB")
                 is_told = True
             time.sleep(_POLL_SECONDS)
-        self._meeting.say(f"{cause}; restart {decision.restart} from batch {decision.batch}")
+        self._meeting.voice.note(f"{cause}; restart {decision.restart} from batch {decision.batch}")
 
     def _write_files(self, decision: StartDecision) -> str | None:
         """Write what a start needs; before a restart, why the disk has no room for it, or None where it has."""

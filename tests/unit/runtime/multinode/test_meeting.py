@@ -13,9 +13,10 @@ from torch.distributed import TCPStore
 from stagewright.errors import RunFailed
 from stagewright.runtime.faults import HungRank, RankExit
 from stagewright.runtime.multinode.consistency import first_difference, link_checkpoints
-from stagewright.runtime.multinode.meeting import MachineReport, Meeting, MeetingConfig, PeerFault, StartDecision
+from stagewright.runtime.multinode.meeting import MachineReport, Meeting, MeetingConfig, StartDecision
 from stagewright.runtime.multinode.nodes import Node, Site, bound_to
 from stagewright.runtime.multinode.tunnel import TunnelServer, store_prefix
+from stagewright.voice import Voice
 from tests.waiting import LONG, wait_until
 
 TOKEN, HOST = "a token of tests, long enough", "127.0.0.1"
@@ -39,7 +40,7 @@ class Host:
         site = Site(self.nodes, machine, (HOST, "127.0.0.2")[machine], token)
         return Meeting(
             MeetingConfig(self._store.port, store_prefix(TOKEN), self.folders[machine], join, lost, site),
-            self.said[machine].append,
+            Voice(note=self.said[machine].append),
         )
 
 
@@ -126,7 +127,7 @@ def test_a_fault_on_one_machine_stops_the_other_and_both_restart(hosted: Host) -
     host, guest = hosted.meeting(0), hosted.meeting(1)
     together(lambda: host.meet(REPORT, when_all()), lambda: guest.meet(REPORT, when_all()))
     guest.announce_fault()
-    assert wait_until(host.peer_fault) == PeerFault()
+    assert wait_until(host.peer_fault) == MachineReport()
     decisions = together(lambda: guest.meet(REPORT, when_all(5)), lambda: host.meet(REPORT, when_all(5)))
     assert decisions == [StartDecision(5)] * 2
     assert host.start == guest.start == 2
@@ -139,7 +140,7 @@ def test_a_silent_machine_counts_as_lost_and_may_rejoin(hosted: Host) -> None:
     host, guest = hosted.meeting(0, lost=0.8), hosted.meeting(1)
     together(lambda: host.meet(REPORT, when_all()), lambda: guest.meet(REPORT, when_all()))
     guest.stop_heartbeat()
-    assert wait_until(host.peer_fault) == PeerFault(lost=1)
+    assert wait_until(host.peer_fault) == MachineReport(lost=(1,))
     again = hosted.meeting(1)  # the command was started again on machine 1
     decisions = together(lambda: host.meet(REPORT, when_all()), lambda: again.meet(REPORT, when_all()))
     assert decisions == [StartDecision(3)] * 2
@@ -154,7 +155,7 @@ def test_a_machine_that_starts_again_makes_all_start_again(hosted: Host) -> None
     again = hosted.meeting(1)
 
     def host_restarts() -> StartDecision:
-        assert wait_until(host.peer_fault) == PeerFault()
+        assert wait_until(host.peer_fault) == MachineReport()
         return host.meet(REPORT, when_all())
 
     assert together(host_restarts, lambda: again.meet(REPORT, when_all())) == [StartDecision(3)] * 2

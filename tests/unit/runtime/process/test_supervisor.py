@@ -21,8 +21,9 @@ from stagewright.runtime.multinode.meeting import MachineReport, Meeting, Meetin
 from stagewright.runtime.process import supervisor as supervisor_module
 from stagewright.runtime.process.log import EventHandler
 from stagewright.runtime.process.rank import KEYS
-from stagewright.runtime.process.supervisor import NewestCheckpoint, StartPoint, Supervisor
+from stagewright.runtime.process.supervisor import StartPoint, Supervisor
 from stagewright.runtime.status_file import status_path
+from stagewright.voice import Voice
 from tests.parity import Case, make_job
 
 KILLED = MachineReport(exits=(RankExit(1, -9, "0F3@2", 0),))
@@ -52,8 +53,8 @@ def supervisor(job: Job, events: list[Event], said: list[str]) -> Iterator[Super
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     handler = EventHandler()
     handler.handle = events.append  # type: ignore[method-assign]
-    meeting = Meeting(MeetingConfig(store.port, "keys", Path(job.folder)), said.append)
-    alone = Supervisor(job, handler, StartPoint(), meeting)
+    meeting = Meeting(MeetingConfig(store.port, "keys", Path(job.folder)), Voice(note=said.append))
+    alone = Supervisor(job, handler, meeting)
     (Path(job.folder) / "ranks").mkdir()
     yield alone
     alone.close()
@@ -71,11 +72,11 @@ def test_a_start_removes_old_status_files_and_uses_new_keys(supervisor: Supervis
 def test_ranks_start_where_machine_0_decides_whatever_this_machine_was_told(job: Job) -> None:
     resumed = replace(job, start=8, resume="runs/a/checkpoints/8")
     for told in (job, resumed):
-        point = NewestCheckpoint(told)
+        point = StartPoint(told)
         assert point.job(told, 0) == replace(told, start=0, resume=None)
         later = point.job(told, 12)
         assert later.start == 12 and later.resume == str(checkpoints_folder(Path(job.folder)) / "12")
-    assert NewestCheckpoint(resumed).job(resumed, 8) == resumed
+    assert StartPoint(resumed).job(resumed, 8) == resumed
 
 
 def test_ranks_get_their_place_from_the_usual_environment(supervisor: Supervisor) -> None:
@@ -171,7 +172,7 @@ def test_faults_that_the_log_had_no_room_for_are_logged_later(
 def test_only_a_restart_starts_from_a_checkpoint_that_the_run_has_made(job: Job) -> None:
     """The first start is where the run itself starts, whatever the folder of an earlier part of it holds."""
     resumed = replace(job, start=2, resume="run/checkpoints/2")
-    point = NewestCheckpoint(resumed)
+    point = StartPoint(resumed)
     with mock.patch.object(supervisor_module, "newest_intact", return_value=(mock.Mock(batch=6), [])):
         assert [point.batches() for _ in range(3)] == [(2,), (2, 6), (2, 6)]
     with mock.patch.object(supervisor_module, "newest_intact", return_value=(None, ["damaged"])):
