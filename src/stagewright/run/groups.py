@@ -5,14 +5,14 @@ Pure functions of the model's names, modules and shapes, so that every plan, sta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 
-from torch import Tensor, nn
+from torch import nn
 
 from stagewright.config.groups import Group
-from stagewright.config.sections import GroupConfig, OptimizerConfig
+from stagewright.config.sections import OptimizerConfig
 from stagewright.errors import UserError, did_you_mean
 
 _FEWEST = 2  # blocks of a list
@@ -27,24 +27,25 @@ def resolve_groups(model: nn.Module, options: OptimizerConfig) -> tuple[Group, .
     if not (options.groups or options.no_decay or options.layer_decay is not None):
         return ()
     names = _all_names(model)
-    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
-    matched = {name: _first_match(name, options) for name in names}
-    _require_matches(model, options, matched)
+    matched = {name: next((g for g in options.groups if fnmatchcase(name, g.pattern)), None) for name in names}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    used = [matched[name] for name in trained]
+    for group in options.groups:
+        if group not in used:
+            raise UserError(f"--group {group}: {_why_unused(model, group.pattern, matched, trained)}")
     after = {} if options.layer_decay is None else layers_after(model)
     default = asdict(Group.of_all(options))
     members: dict[tuple[float, ...], list[str]] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        group = matched[name]
-        own = default | ({} if group is None else group.settings)
-        if options.no_decay and _is_without_decay(name, parameter, owners[name]):
+    for name, parameter in trained.items():
+        own = default | (found.settings if (found := matched[name]) is not None else {})
+        is_norm = "norm" in type(model.get_submodule(name.rpartition(".")[0])).__name__.lower()
+        if options.no_decay and (is_norm or parameter.dim() <= 1 or name.endswith("bias")):
             own["weight_decay"] = 0.0
         if options.layer_decay is not None:
             own["lr"] *= options.layer_decay ** after[name]
         del own["names"]
         members.setdefault(tuple(own.values()), []).extend(names[name])
-    return tuple(Group(tuple(found), *settings) for settings, found in members.items())
+    return tuple(Group(tuple(held), *settings) for settings, held in members.items())
 
 
 def _all_names(model: nn.Module) -> dict[str, list[str]]:
@@ -54,19 +55,6 @@ def _all_names(model: nn.Module) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found[firsts[id(parameter)]].append(name)
     return found
-
-
-def _first_match(name: str, options: OptimizerConfig) -> GroupConfig | None:
-    return next((group for group in options.groups if fnmatchcase(name, group.pattern)), None)
-
-
-def _require_matches(model: nn.Module, options: OptimizerConfig, matched: Mapping[str, GroupConfig | None]) -> None:
-    """An error for a group that no trained parameter is in."""
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    used = [group for name, group in matched.items() if name in trained]
-    for group in options.groups:
-        if group not in used:
-            raise UserError(f"--group {group}: {_why_unused(model, group.pattern, matched, trained)}")
 
 
 def _why_unused(model: nn.Module, pattern: str, names: Collection[str], trained: Collection[str]) -> str:
@@ -80,11 +68,6 @@ def _why_unused(model: nn.Module, pattern: str, names: Collection[str], trained:
     if any(fnmatchcase(name, f"{pattern}.*") for name in names):
         return f"'{pattern}' matches no parameter; did you mean '{pattern}.*'?"
     return f"'{pattern}' matches no parameter of the model; {did_you_mean(pattern, names)}"
-
-
-def _is_without_decay(name: str, parameter: Tensor, owner: nn.Module) -> bool:
-    """Whether `--no-decay` is about a parameter: a bias, one of at most one dimension, or one of a norm."""
-    return parameter.dim() <= 1 or name.endswith("bias") or "norm" in type(owner).__name__.lower()
 
 
 # --- Layers -----------------------------------------------------------------------------------------------------------

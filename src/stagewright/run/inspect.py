@@ -93,21 +93,19 @@ def inspect_model(
     given = _given(config, model, has_data=data is not None)
     example = given.inputs
     shapes = {field: tuple(tensor.shape[1:]) for field, tensor in zip(given.names, example.tensors, strict=True)}
-    few = example.repeated(_SAMPLES)
     with model_errors(name, example.form):
-        few.call(build())
-    tried: list[Chain] = []
+        (few := example.repeated(_SAMPLES)).call(build())
+    first = Chain(model, example, build=build)
 
     def attempt(chain: Chain) -> tuple[Chain, tuple[str, ...], Proof | None]:
-        tried.append(chain)
         cuts = _cuts(chain, cut, stages)
         return chain, cuts, prove(build, chain, cuts, f"{name} {classes}") if cuts else None
 
     refused: str | None = None
     try:
-        chain, cuts, proof = first_proven(Chain(model, example, build=build), attempt)
+        chain, cuts, proof = first_proven(first, attempt)
     except Differs as error:
-        chain, cuts, proof, refused = tried[0], _cuts(tried[0], cut, stages), None, str(error)
+        chain, cuts, proof, refused = first, _cuts(first, cut, stages), None, str(error)
     whole = dict(chain.trace.training.whole) if chain.trace else {}
     units = _units(chain, few)
     most = 1 if chain.way is Way.WHOLE else len(chain.units) - len(chain.impossible)
@@ -146,10 +144,10 @@ def _given(config: Config, model: nn.Module, *, has_data: bool) -> Given:
     """What the model is called with: samples of the data, or a random image or text."""
     if not has_data:
         form, generator = form_of(config.model.name, config.data.image), torch.Generator().manual_seed(0)
-        (shape,), is_text = form.shapes, form.dtypes == ("int64",)
-        if is_text:
-            return Given(Inputs((torch.randint(2, (1, *shape), generator=generator),)), ("input_ids",))
-        return Given(Inputs((torch.randn(1, *shape, generator=generator),)), ("image",))
+        shape = (1, *form.shapes[0])
+        if form.dtypes == ("int64",):
+            return Given(Inputs((torch.randint(2, shape, generator=generator),)), ("input_ids",))
+        return Given(Inputs((torch.randn(shape, generator=generator),)), ("image",))
     source = open_data(config, config.data.source)
     fields = cast(source.batch(np.arange(SAMPLES) % len(source)), source.targets, torch.float32)
     return bind(model, tuple(fields), source, config).given(fields)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -87,71 +87,50 @@ def make_page(folders: Sequence[Path], names: Sequence[str] = ()) -> Page:
 
 def make_prediction_page(name: str, prediction: Prediction) -> Page:
     """The page of a plan that has not run: predicted speed, memory by part and timeline."""
-    plan, ranks = prediction.plan.describe(), _rank_map(prediction.plan).labels
+    plan, ranks, limits = prediction.plan.describe(), _rank_map(prediction.plan).labels, prediction.limits
+    totals, steady = [memory.total for memory in prediction.memory], prediction.steady
+    most, rate = max(range(len(ranks)), key=totals.__getitem__), prediction.images_per_second
+    worst = max(range(len(ranks)), key=lambda rank: totals[rank] / limits[rank])
+    busiest = max(range(len(ranks)), key=steady.busy.__getitem__)
+    computes = f"of the ranks' time; {ranks[busiest]} computes most: {format_share(steady.busy[busiest])}"
+    memory = f"needs {format_number(totals[worst] / MIB)} MiB of {format_number(limits[worst] / MIB)}"
+    of = f"{ranks[most]}, of {format_number(limits[most] / MIB)} MiB"
+    tiles = Tiles(
+        (
+            Tile("Throughput", format_rate(rate), "images/s", "predicted, not measured"),
+            Tile("Step", f"{1e3 * prediction.plan.batch / rate:,.0f}", "ms", f"a batch of {plan['batch']:,} images"),
+            Tile("Memory", format_number(totals[most] / MIB), "MiB", of),
+            Tile("Waiting", format_share(steady.bubble), "", computes),
+        )
+    )
+    sentences = (
+        f"Predicted: {format_rate(rate)} images/s; devices wait {format_share(steady.bubble)} of the time; bound by "
+        f"{prediction.bound}.",
+        f"{upper_first(ranks[most])} needs the most memory: {format_number(totals[most] / MIB)} MiB."
+        if prediction.fits
+        else f"It does not fit: {ranks[worst]} {memory}.",
+    )
     stacks = tuple(
         Stack(label, tuple((part, size / MIB) for part, size in asdict(memory).items() if size), limit / MIB)
-        for label, memory, limit in zip(ranks, prediction.memory, prediction.limits, strict=True)
+        for label, memory, limit in zip(ranks, prediction.memory, limits, strict=True)
     )
     rows = tuple(
         (field, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
         for field, value in plan.items()
         if not isinstance(value, bool)
     )
+    note = "What each rank would do while the pipeline fills, runs and drains."
+    shares = tuple(steady.busy)
     return Page(
         f"{name}: {plan['mode']} {plan['placement']}, predicted",
         (
-            _prediction_tiles(prediction, ranks),
-            Summary(tuple(_summarize_prediction(prediction, ranks))),
-            Pipeline(
-                "Timeline",
-                prediction.steady.timeline,
-                ranks,
-                is_predicted=True,
-                shares=tuple(prediction.steady.busy),
-                note="What each rank would do while the pipeline fills, runs and drains.",
-            ),
+            tiles,
+            Summary(sentences),
+            Pipeline("Timeline", steady.timeline, ranks, is_predicted=True, shares=shares, note=note),
             Stacks("Memory by part", "MiB", stacks, "Predicted; a dashed line is the limit of the device."),
             Table("Plan", ("what", "value"), rows),
         ),
     )
-
-
-def _prediction_tiles(prediction: Prediction, ranks: Sequence[str]) -> Tiles:
-    """The figures that the page of a prediction begins with."""
-    totals, busy = [memory.total for memory in prediction.memory], prediction.steady.busy
-    most = max(range(len(ranks)), key=lambda rank: totals[rank])
-    fullest = f"{ranks[most]}, of {format_number(prediction.limits[most] / MIB)} MiB"
-    busiest, batch = max(range(len(ranks)), key=lambda rank: busy[rank]), prediction.plan.batch
-    return Tiles(
-        (
-            Tile("Throughput", format_rate(prediction.images_per_second), "images/s", "predicted, not measured"),
-            Tile("Step", f"{1e3 * batch / prediction.images_per_second:,.0f}", "ms", f"a batch of {batch:,} images"),
-            Tile("Memory", format_number(totals[most] / MIB), "MiB", fullest),
-            Tile(
-                "Waiting",
-                format_share(prediction.steady.bubble),
-                "",
-                f"of the ranks' time; {ranks[busiest]} computes most: {format_share(busy[busiest])}",
-            ),
-        )
-    )
-
-
-def _summarize_prediction(prediction: Prediction, ranks: Sequence[str]) -> Iterator[str]:
-    yield (
-        f"Predicted: {format_rate(prediction.images_per_second)} images/s; "
-        f"devices wait {format_share(prediction.steady.bubble)} of the time; bound by {prediction.bound}."
-    )
-    totals, limits = [memory.total for memory in prediction.memory], prediction.limits
-    if prediction.fits:
-        most = max(range(len(ranks)), key=lambda rank: totals[rank])
-        yield f"{upper_first(ranks[most])} needs the most memory: {format_number(totals[most] / MIB)} MiB."
-    else:
-        worst = max(range(len(ranks)), key=lambda rank: totals[rank] / limits[rank])
-        yield (
-            f"It does not fit: {ranks[worst]} needs {format_number(totals[worst] / MIB)} MiB "
-            f"of {format_number(limits[worst] / MIB)}."
-        )
 
 
 def take_snapshot(watch: Watch, folder: Path) -> Snapshot:
