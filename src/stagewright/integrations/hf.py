@@ -215,8 +215,7 @@ class Trainer(_Trainer):  # type: ignore[misc]
             found = engine.evaluate(data, "none" if self._metrics is None else self._metrics, collate=self._collated)
         else:
             key = (id(data), *(ignore_keys or ()))
-            collector = self._collectors.get(key) or self._predictions(data, ignore_keys)
-            self._collectors[key] = collector
+            collector = self._collectors.setdefault(key, Predictions(data, self, self._collated, ignore_keys))
             found = engine.evaluate(collector, {"compute_metrics": collector}, collate=collector.collated)
             if (replicas := len(engine.plan.stages[-1].ranks)) > 1:
                 raise UserError(
@@ -230,18 +229,6 @@ class Trainer(_Trainer):  # type: ignore[misc]
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, measured)
         return measured
 
-    def _predictions(self, data: Any, ignore_keys: Sequence[str] | None) -> Predictions:
-        if ignore_keys is None:
-            ignore_keys = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", None) or ()
-        return Predictions(
-            data,
-            self._collated,
-            self.compute_metrics,
-            self.preprocess_logits_for_metrics,
-            self.label_names,
-            ignore_keys,
-        )
-
     def predict(self, *args: Any, **keywords: Any) -> Any:
         """Refused: predictions are on the last stage; the model has the trained weights, to predict with."""
         raise UserError("predict() is not over stages; call trainer.model, which has the weights after train()")
@@ -250,25 +237,18 @@ class Trainer(_Trainer):  # type: ignore[misc]
         """Write the newest weights, for from_pretrained; the main process does it."""
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        state = self._newest(folder)
+        newest = None if self._engine is None else self._engine.save(folder / "newest.safetensors")
         if not self.is_world_process_zero():
             return
+        state = dict(self.model.state_dict()) if newest is None else load_file(newest)
+        if newest is not None:
+            newest.unlink()
         if isinstance(self.model, _transformers.PreTrainedModel):
             self.model.save_pretrained(folder, state_dict=state)
         else:
             save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
-
-    def _newest(self, folder: Path) -> dict[str, Tensor]:
-        if self._engine is None:
-            return dict(self.model.state_dict())
-        file = self._engine.save(folder / "newest.safetensors")
-        if not self._engine.is_main:
-            return {}
-        state = load_file(file)
-        file.unlink()
-        return state
 
     def is_world_process_zero(self) -> bool:
         """Whether this process prints and writes."""
@@ -323,21 +303,21 @@ class Trainer(_Trainer):  # type: ignore[misc]
         return self._engine
 
     def _engine_options(self) -> dict[str, Any]:
-        args, options = self.args, dict(self._options)
-        options |= {"batch": self._batch, "seed": args.seed, "workers": args.dataloader_num_workers}
-        options["inputs"] = ",".join(f"{name}={name}" for name in self._inputs())
-        if args.max_grad_norm:
-            options["clip"] = args.max_grad_norm
-        if args.bf16 or args.fp16:
-            options["precision"] = "bf16" if args.bf16 else "fp16"
-        if args.use_cpu:
-            options["device"] = "cpu"
-        if args.gradient_accumulation_steps > 1:
-            options["microbatches"] = args.gradient_accumulation_steps
-        if getattr(args, "train_sampling_strategy", "random") == "sequential":
-            options["shuffle"] = False
-        options.setdefault("runs", Path(args.output_dir) / "runs")
-        return options
+        args, count = self.args, self.args.gradient_accumulation_steps
+        is_sequential = getattr(args, "train_sampling_strategy", "random") == "sequential"
+        asked = {
+            "batch": self._batch,
+            "seed": args.seed,
+            "workers": args.dataloader_num_workers,
+            "inputs": ",".join(f"{name}={name}" for name in self._inputs()),
+            "clip": args.max_grad_norm or None,
+            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
+            "device": "cpu" if args.use_cpu else None,
+            "microbatches": count if count > 1 else None,
+            "shuffle": False if is_sequential else None,
+        }
+        known = {name: value for name, value in asked.items() if value is not None}
+        return {"runs": Path(args.output_dir) / "runs", **self._options, **known}
 
     def _make_optimizer(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """The optimizer of some parameters, with weight decay where transformers has it."""
@@ -353,14 +333,11 @@ class Trainer(_Trainer):  # type: ignore[misc]
 
     # --- Samples ------------------------------------------------------------------------------------------------------
 
-    def _columns(self) -> set[str]:
-        """The fields of a sample that the model has a parameter for, or that are labels."""
-        inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        return {*inspect.signature(inner.forward).parameters, "label", "label_ids", *self.label_names}
-
     def _collated(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Samples with the fields that the model has a parameter for, or that are labels."""
         if self.args.remove_unused_columns:
-            columns = self._columns()
+            inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+            columns = {*inspect.signature(inner.forward).parameters, "label", "label_ids", *self.label_names}
             samples = [{name: value for name, value in sample.items() if name in columns} for sample in samples]
         return dict(self.data_collator(list(samples)))
 

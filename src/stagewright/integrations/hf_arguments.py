@@ -14,15 +14,8 @@ from stagewright.errors import UserError
 
 _FOLLOWED = {  # arguments of TrainingArguments that do here what they do there
     *("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
-    *(
-        "learning_rate",
-        "lr_scheduler_type",
-        "lr_scheduler_kwargs",
-        "warmup_steps",
-        "warmup_ratio",
-        "optim",
-        "optim_args",
-    ),
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+    *("optim", "optim_args"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16", "seed", "use_cpu"),
     *("logging_strategy", "logging_steps", "logging_first_step", "report_to", "run_name", "disable_tqdm"),
     *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "metric_for_best_model", "greater_is_better"),

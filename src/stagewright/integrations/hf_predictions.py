@@ -23,19 +23,12 @@ class Predictions(Dataset[tuple[int, Any]]):
     """
 
     def __init__(
-        self,
-        data: Any,
-        collate: Callable[[Sequence[Any]], dict[str, Tensor]],
-        compute: Callable[[Any], Mapping[str, float]],
-        preprocess: Callable[[Any, Any], Any] | None,
-        labels: Sequence[str],
-        ignored: Sequence[str],
+        self, data: Any, trainer: Any, collate: Callable[[Any], dict[str, Tensor]], ignored: Sequence[str] | None
     ) -> None:
-        self._data = data
-        self._collate = collate
-        self._compute = compute
-        self._preprocess = preprocess
-        self._labels = labels
+        self._data, self._collate, self._labels = data, collate, trainer.label_names
+        self._compute, self._preprocess = trainer.compute_metrics, trainer.preprocess_logits_for_metrics
+        if ignored is None:
+            ignored = getattr(getattr(trainer.model, "config", None), "keys_to_ignore_at_inference", None) or ()
         self._ignored = {"loss", *ignored}
         self._pieces: list[tuple[list[int], tuple[Tensor, ...], tuple[Tensor, ...]]] = []
 
@@ -59,18 +52,13 @@ class Predictions(Dataset[tuple[int, Any]]):
         order = [number for piece in self._pieces for number in piece[0]]
         if len(order) < len(self):
             return {}
-        places = torch.tensor(order).argsort()
+        places, (_, *kinds) = torch.tensor(order).argsort(), zip(*self._pieces, strict=True)
         predictions, label_ids = (
-            tuple(
-                torch.cat(parts)[places].numpy() for parts in zip(*(piece[kind] for piece in self._pieces), strict=True)
-            )
-            for kind in (1, 2)
+            tuple(torch.cat(parts)[places].numpy() for parts in zip(*kind, strict=True)) for kind in kinds
         )
         self._pieces.clear()
-        prediction = import_library("transformers").EvalPrediction(
-            _single(predictions), _single(label_ids) if label_ids else None
-        )
-        measured = self._compute(prediction)
+        kind = import_library("transformers").EvalPrediction
+        measured = self._compute(kind(_single(predictions), _single(label_ids) if label_ids else None))
         return {f"{PREFIX}{name.removeprefix(PREFIX)}": (float(value), 1.0) for name, value in measured.items()}
 
     def _predictions(self, outputs: Any, labels: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -349,15 +349,8 @@ def write_start(job: Job, warnings: Sequence[str] = ()) -> None:
     (folder / PROOF_FILE).unlink(missing_ok=True)
     if job.proof is not None:
         (folder / PROOF_FILE).write_text(json.dumps(asdict(job.proof)))
-    lines = (*(f"warning: {warning}" for warning in warnings), *_weights(job), *_proof(job))
+    lines = (*(f"warning: {warning}" for warning in warnings), *_told_of(job))
     append_log(folder, "".join(f"{printable(line)}\n" for line in lines))
-
-
-def _proof(job: Job) -> tuple[str, ...]:
-    """What is proven of the cut, in one line; none where there is no cut."""
-    if not job.plan.cuts:
-        return ()
-    return (f"proven: {job.proof}",) if job.proof else ("not proven: the stages may compute what the model does not",)
 
 
 def headline(job: Job) -> tuple[str, ...]:
@@ -372,15 +365,19 @@ def headline(job: Job) -> tuple[str, ...]:
     return (
         f"{job.config.model.name.removeprefix(MODULE)}, mode {plan.mode}: {'; '.join(parts)}",
         f"batch {plan.batch} in {microbatches}, {'' if job.is_scripted else f'{steps}, '}files in {job.folder}",
-        *_weights(job),
-        *_proof(job),
+        *_told_of(job),
     )
 
 
-def _weights(job: Job) -> tuple[str, ...]:
-    """Where the first weights came from, if they are not new, and how many are not trained."""
-    started = () if job.weights is None else (f"starts from {job.weights}", *job.weights.remarks)
-    return (*started, f"frozen: {job.frozen:,} parameters") if job.frozen else started
+def _told_of(job: Job) -> tuple[str, ...]:
+    """Where the first weights came from, if they are not new, how many are not trained, and what is proven of a cut."""
+    lines = [] if job.weights is None else [f"starts from {job.weights}", *job.weights.remarks]
+    if job.frozen:
+        lines.append(f"frozen: {job.frozen:,} parameters")
+    if job.plan.cuts:
+        unproven = "not proven: the stages may compute what the model does not"
+        lines.append(f"proven: {job.proof}" if job.proof else unproven)
+    return tuple(lines)
 
 
 # --- Whether this machine has what it takes ---------------------------------------------------------------------------
