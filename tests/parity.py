@@ -33,6 +33,7 @@ Tensors = Mapping[str, Tensor]
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "fp16": 1e-4}
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float32}
 _LOUD = 1000.0
+SCALED = {"precision": "fp16", "loss_scale": 2.0**124, "growth_interval": 2, "loud": 11}  # overflows now and then
 SETTINGS: dict[str, dict[str, Any]] = {  # of every optimizer of the register, as cases train with it
     "sgd": {"momentum": 0.8, "nesterov": True, "weight_decay": 0.05},
     "adamw": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-4},
@@ -397,6 +398,23 @@ def assert_same_bits(first: Run, second: Run) -> None:
     assert set(first.weights) == set(second.weights)
     different = [name for name in first.weights if not torch.equal(first.weights[name], second.weights[name])]
     assert not different, f"bits differ in {different}"
+
+
+def assert_equals_reference(case: Case, folder: Path) -> EmulatedRun:
+    """A run of a case equals the reference in all that it leaves."""
+    run, result = emulate(case, folder), refer(case)
+    assert_parity(case, run, result)
+    assert_statistics(case, run, result)
+    if case.eval_every is not None:
+        assert_scores(case, run, result)
+    return run
+
+
+def refer_skipping(case: Case) -> reference.Result:
+    """The reference's result of a case in which some updates are skipped, and others not."""
+    result = refer(case)
+    assert any(map(all, result.skipped)) and not all(map(any, result.skipped)), result.skipped
+    return result
 
 
 def assert_parity(case: Case, run: Run, result: reference.Result) -> None:

@@ -17,7 +17,7 @@ from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.log import Journal, Ledger
 from tests.keeping import KILLS, emulate_job, emulate_keeping, keeping, losses_from, resumed, same_bits, saved_at
 from tests.marks import daily
-from tests.parity import SETTINGS, Case, EmulatedRun, emulate, make_job
+from tests.parity import SCALED, SETTINGS, Case, EmulatedRun, emulate, make_job
 
 ADAMW = {"name": "adamw", "lr": 0.01}
 CASES = [
@@ -133,7 +133,7 @@ def test_a_checkpoint_contains_every_tensor_once(tmp_path: Path) -> None:
 )
 def test_resumes_the_loss_scale(case: Case, tmp_path: Path, scaled: None) -> None:
     """The scale of a batch after the pause depends on skip decisions before it."""
-    case = replace(case, precision="fp16", loss_scale=2.0**124, growth_interval=2, loud=11, steps=14)
+    case = replace(case, steps=14, **SCALED)
     case = replace(case, optimizer={"lr": 1e-5})
     job = keeping(make_job(case, tmp_path), every=7)
     whole = run_all(job)

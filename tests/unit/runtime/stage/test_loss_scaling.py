@@ -19,7 +19,7 @@ from stagewright.plan.plan import Mode
 from stagewright.runtime.stage.loss_scaling import LossScale, ScalingOptions
 from stagewright.schedule.check import check
 from tests.marks import IS_NIGHTLY, pairs
-from tests.parity import SETTINGS, Case, assert_near, emulate, refer
+from tests.parity import SCALED, SETTINGS, Case, assert_near, emulate, refer, refer_skipping
 
 
 @settings(deadline=None)
@@ -113,10 +113,8 @@ OPTIMIZERS = [
 @pytest.mark.parametrize(("name", "options"), pairs(CASES, OPTIMIZERS))
 @pytest.mark.usefixtures("scaled")
 def test_scaled_runs_equal_the_reference(name: str, options: dict[str, object], tmp_path: Path) -> None:
-    case = replace(CASES[name], precision="fp16", loss_scale=2.0**124, growth_interval=2, loud=11, steps=14)
-    case = replace(case, optimizer=options)
-    expected = refer(case)
-    assert any(map(all, expected.skipped)) and not all(map(any, expected.skipped)), expected.skipped
+    case = replace(CASES[name], optimizer=options, steps=14, **SCALED)
+    expected = refer_skipping(case)
     run = emulate(case, tmp_path)
     assert_near(run.weights, expected.weights | expected.buffers, 1e-4)
     assert _scales(run.events, case.microbatches) == expected.scales
@@ -129,8 +127,7 @@ def test_scaled_runs_equal_the_reference(name: str, options: dict[str, object], 
 @pytest.mark.usefixtures("scaled")
 def test_a_stage_may_skip_alone(tmp_path: Path) -> None:
     """The first stage has larger gradients here, so it skips updates that the last stage makes."""
-    case = replace(CASES["stale"], precision="fp16", loss_scale=2.0**124, growth_interval=2, loud=11, steps=14)
-    case = replace(case, optimizer={"lr": 1e-5})
+    case = replace(CASES["stale"], optimizer={"lr": 1e-5}, steps=14, **SCALED)
     skipped = refer(case).skipped
     assert (True, False) in skipped
     assert (False, True) not in skipped  # all earlier stages skip what the last stage skips

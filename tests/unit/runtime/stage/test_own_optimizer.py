@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -26,13 +25,13 @@ from stagewright.runtime.stage.own_optimizer import Factory, compare_factory
 from stagewright.runtime.stage.versions import VersionRing
 from tests import models
 from tests.keeping import emulate_job, keeping, resumed, same_bits, saved_at
+from tests.marks import IS_NIGHTLY
 from tests.parity import Case, assert_near, build, emulate, make_data, make_job, refer
 
 _TOLERANCE = 1e-12
 _LR = 0.02
 _BASE = 0.05  # the rate of a case
 _STEPS = 5
-_IS_NIGHTLY = bool(os.environ.get("STAGEWRIGHT_NIGHTLY"))
 
 
 class Counting(torch.optim.Optimizer):
@@ -146,7 +145,7 @@ def test_a_tied_parameter_has_its_first_name_in_every_home(tmp_path: Path) -> No
     assert_near(run.weights, plain(case, by_prefix, case.steps), _TOLERANCE)
 
 
-@pytest.mark.parametrize("factory", FACTORIES if _IS_NIGHTLY else [nadam, Counting])
+@pytest.mark.parametrize("factory", FACTORIES if IS_NIGHTLY else [nadam, Counting])
 def test_state_follows_its_parameters_to_another_plan(factory: Factory, tmp_path: Path) -> None:
     case = given(PLANS["sync 2-1"], factory)
     whole = emulate(case, tmp_path)

@@ -23,26 +23,14 @@ from tests.parity import (
     SETTINGS,
     Case,
     Drive,
-    EmulatedRun,
+    assert_equals_reference,
     assert_near,
-    assert_parity,
     assert_same_bits,
-    assert_scores,
-    assert_statistics,
     build,
     emulate,
     make_job,
     refer,
 )
-
-
-def assert_equals_reference(case: Case, folder: Path) -> EmulatedRun:
-    run, result = emulate(case, folder), refer(case)
-    assert_parity(case, run, result)
-    assert_statistics(case, run, result)
-    if case.eval_every is not None:
-        assert_scores(case, run, result)
-    return run
 
 
 def initial_state(case: Case) -> dict[str, torch.Tensor]:

@@ -1,6 +1,5 @@
 """Any sample and any loss: ten tasks train as the reference does, under plans of every kind."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +16,11 @@ from stagewright.run.train import prepare
 from stagewright.runtime.comm.boundary import Boundary, FormatOptions
 from tests import reference
 from tests.keeping import emulate_job
+from tests.marks import IS_NIGHTLY
 from tests.parity import EmulatedRun, assert_near
 from tests.tasks import TASKS, Task, masked_words
 
 _BATCH, _MICROBATCHES, _STEPS, _SEED = 12, 4, 5, 3
-_IS_NIGHTLY = bool(os.environ.get("STAGEWRIGHT_NIGHTLY"))
 _TOLERANCE = 1e-9
 
 
@@ -64,7 +63,7 @@ def _cases() -> list[Any]:
         pytest.param(task, plan, id=f"{task}-{plan}")
         for task in TASKS
         for number, plan in enumerate(_PLANS)
-        if _IS_NIGHTLY or number < 2 or (task.name, number) in _DAILY
+        if IS_NIGHTLY or number < 2 or (task.name, number) in _DAILY
     ]
 
 
@@ -163,7 +162,7 @@ def test_a_task_trains_as_the_reference_does(task: Task, plan: Shape, tmp_path: 
 _SAME_IN_ALL_PLANS = [task for task in TASKS if task.name not in ("language", "segmentation")]
 
 
-@pytest.mark.parametrize("task", [t for t in _SAME_IN_ALL_PLANS if _IS_NIGHTLY or t.name == "tied"], ids=str)
+@pytest.mark.parametrize("task", [t for t in _SAME_IN_ALL_PLANS if IS_NIGHTLY or t.name == "tied"], ids=str)
 def test_a_task_resumes_under_another_plan(task: Task, tmp_path: Path) -> None:
     """Synchronous plans compute one thing, so a run that changes from one to another ends where the first would."""
     tables = _tables(task, _SYNC, tmp_path)

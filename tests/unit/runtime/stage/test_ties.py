@@ -1,6 +1,5 @@
 """Parameters that several stages use: every plan equals the reference, and homes never differ by a bit."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,16 @@ from stagewright.runtime.stage import gradients
 from stagewright.runtime.stage.replica import Replica
 from stagewright.runtime.stage.ties import TieOnRank
 from tests.keeping import emulate_job, keeping, saved_at
+from tests.marks import IS_NIGHTLY
 from tests.parity import (
+    SCALED,
     SETTINGS,
     Case,
     EmulatedRun,
+    assert_equals_reference,
     assert_near,
     assert_parity,
     assert_same_bits,
-    assert_scores,
     build,
     emulate,
     make_data,
@@ -33,7 +34,6 @@ from tests.parity import (
     refer,
 )
 
-IS_NIGHTLY = bool(os.environ.get("STAGEWRIGHT_NIGHTLY"))
 FOUR = {"placement": "0:0.0:1.0:2.0:3", "cut": "first,second,head"}
 ENDS = (("embed.weight", (0, 3)),)
 SYNC = Case("language", **FOUR, ties=ENDS)
@@ -52,11 +52,8 @@ def values_of(run: EmulatedRun, names: set[str]) -> list[Tensor]:
     ]
 
 
-def assert_equals_reference(case: Case, folder: Path) -> EmulatedRun:
-    run, result = emulate(case, folder), refer(case)
-    assert_parity(case, run, result)
-    if case.eval_every is not None:
-        assert_scores(case, run, result)
+def assert_ties_equal_reference(case: Case, folder: Path) -> EmulatedRun:
+    run = assert_equals_reference(case, folder)
     for name, _ in case.ties:
         names = {name, "head.weight"} if name == "embed.weight" else {name}
         first, *others = values_of(run, names)
@@ -122,7 +119,7 @@ DAILY = (
 
 @pytest.mark.parametrize("name", CASES if IS_NIGHTLY else DAILY)
 def test_a_tied_parameter_is_trained_as_in_the_reference(name: str, tmp_path: Path) -> None:
-    assert_equals_reference(CASES[name], tmp_path)
+    assert_ties_equal_reference(CASES[name], tmp_path)
 
 
 def test_bits_do_not_depend_on_scheduling_or_evaluation(tmp_path: Path) -> None:
@@ -151,7 +148,7 @@ def test_a_model_cut_between_blocks_trains_as_one_stage(case: Case, tmp_path: Pa
 @pytest.mark.parametrize("options", [{"lr": 1e-5}, {"lr": 1e-3, "clip": 0.3}], ids=["sgd", "clip"])
 def test_a_scaled_loss_skips_in_all_homes_together(options: dict[str, Any], tmp_path: Path) -> None:
     case = Case("tied_steep", "0:0-1.0:2", "third", optimizer=options, ties=(("second.weight", (0, 1)),), steps=10)
-    case = replace(case, precision="fp16", loss_scale=2.0**124, growth_interval=2, loud=11)
+    case = replace(case, **SCALED)
     run, result = emulate(case, tmp_path), refer(case)
     assert_near(run.weights, result.weights | result.buffers, 1e-4)
     assert {any(skips) for skips in result.skipped} == {True, False}
