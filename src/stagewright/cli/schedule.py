@@ -13,7 +13,7 @@ from stagewright.errors import UserError
 from stagewright.plan.plan import Plan
 from stagewright.planning.build import build_plan, warn_about_lag, with_agreement
 from stagewright.planning.simulate import StageCosts, balanced_costs, simulate
-from stagewright.report.live.terminal import draw_timeline, drawing_width, has_blocks, open_console, say
+from stagewright.report.live.terminal import draw_timeline, drawing_width, has_blocks, open_console, say, voice_of
 from stagewright.runtime.multinode.nodes import cluster_of
 from stagewright.schedule.check import check
 from stagewright.schedule.lower import program
@@ -28,11 +28,8 @@ _ACTIONS = (
 
 def run(parsed: argparse.Namespace) -> None:
     """Draw the schedule that the options describe."""
-
-    def warn(warning: str) -> None:
-        say(console, f"warning: {warning}")
-
     console = open_console(stderr=parsed.json)
+    voice = voice_of(console)
     layers, given = read_layers(parsed)
     config = make_config(*layers, given=given)
     if config.run.resume is not None:
@@ -46,8 +43,8 @@ def run(parsed: argparse.Namespace) -> None:
         )
     is_timed = parsed.forward is not None or parsed.backward is not None
     costs = partial(_costs, parsed) if is_timed else balanced_costs
-    plan = build_plan(config.plan, cluster_of(config), costs=costs, never_waits=config.run.emulate, warn=warn)
-    warn_about_lag(config, plan, warn)
+    plan = build_plan(config.plan, cluster_of(config), costs=costs, never_waits=config.run.emulate, voice=voice)
+    warn_about_lag(config, plan, voice)
     plan = with_agreement(config, plan)
     require_within("--batches", parsed.batches, least=1, most=max(1, _MOST_MICROBATCHES // plan.microbatches))
     times = _costs(parsed, plan)

@@ -35,6 +35,7 @@ from stagewright.plan.stability import Motion, stability_warning
 from stagewright.planning.climb import bubble_in, every_lag, least_lag
 from stagewright.planning.simulate import Costs, steady
 from stagewright.profile.profile import NotProfiled
+from stagewright.voice import SILENT, Voice
 
 if TYPE_CHECKING:
     from stagewright.model.chain import Chain  # imports torch
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 BUBBLE_GOAL = 0.05
 _MOST_TRIALS = 8
 FIRST_DEVICE = "0:0"
-Warn = Callable[[str], None]
 Bubble = Callable[[Plan], float]  # the share of time that a plan's ranks wait
 SettingOf = Callable[[Placement], Setting | None]  # None: the model's shapes can't be traced
 
@@ -56,7 +56,7 @@ def build_plan(
     costs: Callable[[Plan], Costs] | None = None,
     one_each: bool = False,
     never_waits: bool = False,
-    warn: Warn = lambda warning: None,
+    voice: Voice = SILENT,
 ) -> Plan:
     """The plan of a plan file, or the one that the options describe, on the machines of a cluster.
 
@@ -90,9 +90,9 @@ def build_plan(
             bubble_of = _bubble(plan, setting(placement), costs)
             plan = plan if bubble_of is None else least_lag(plan, bubble_of)
             if bubble_of is not None and not one_each and not never_waits:
-                warn_about_waiting(plan, bubble_of, warn)
+                warn_about_waiting(plan, bubble_of, voice)
     if warning := idle_warning(plan):
-        warn(warning)
+        voice.warn(warning)
     return plan
 
 
@@ -266,10 +266,10 @@ def idle_warning(plan: Plan) -> str | None:
     return f"{microbatches} for {most} replicas: some have nothing to do in each batch; raise --microbatches"
 
 
-def warn_about_waiting(plan: Plan, bubble_of: Bubble, warn: Warn) -> None:
+def warn_about_waiting(plan: Plan, bubble_of: Bubble, voice: Voice) -> None:
     """Warn if ranks wait at every lag: for how long, and what would fill the pipeline."""
     if min(bubble_of(candidate) for candidate in every_lag(plan)) > BUBBLE_GOAL:
-        warn(f"ranks would wait {bubble_of(plan):.0%} of the time; {_remedy(plan, bubble_of)}")
+        voice.warn(f"ranks would wait {bubble_of(plan):.0%} of the time; {_remedy(plan, bubble_of)}")
 
 
 def _remedy(plan: Plan, bubble_of: Bubble) -> str:
@@ -295,19 +295,19 @@ def _remedy(plan: Plan, bubble_of: Bubble) -> str:
     return "stages take unequally long: stagewright plan finds better cuts"
 
 
-def warn_about_lag(config: Config, plan: Plan, warn: Warn) -> None:
+def warn_about_lag(config: Config, plan: Plan, voice: Voice) -> None:
     """Warn about what a lag changes: clipping, --predict, and which learning rates are stable."""
     options = config.optimizer
     if options.clip is not None and not plan.is_synchronous:
-        warn("stages lag, so each stage clips by its own gradient norm, not by the whole model's")
+        voice.warn("stages lag, so each stage clips by its own gradient norm, not by the whole model's")
     for tie in plan.ties:
         if (own := plan.stages[tie.stages[0]].versions) > 1:
-            warn(f"{tie}, so each of them lags {counted(own - 1, 'update')}")
+            voice.warn(f"{tie}, so each of them lags {counted(own - 1, 'update')}")
     lag = max(stage.versions for stage in plan.stages) - 1
     if options.predict and lag == 0:
-        warn("--predict changes nothing: no stage lags")
+        voice.warn("--predict changes nothing: no stage lags")
     if has_stable_rate(options.name):
         motion = Motion(options.momentum, lag, options.predict, options.nesterov)
         takes_staleness = plan.mode.preset.has_staleness and config.plan.versions is None
         if warning := stability_warning(motion, options.lr, takes_staleness=takes_staleness):
-            warn(warning)
+            voice.warn(warning)

@@ -81,7 +81,7 @@ def _simulated(question: Question, chain: Chain | None, setting: Setting, voice:
     """The plan of a plan file or of the options: on all devices by default; mode stale if there are several stages."""
     options = question.config.plan
     if options.file:
-        return build_plan(PlanConfig(file=options.file), setting.cluster, chain, warn=voice.warn)
+        return build_plan(PlanConfig(file=options.file), setting.cluster, chain, voice=voice)
     everywhere = format_placement((setting.cluster.devices,))
     placement = everywhere if options.placement == AUTO else options.placement
     mode = options.mode or (Mode.STALE if "." in placement else Mode.DP)
@@ -94,7 +94,7 @@ def _simulated(question: Question, chain: Chain | None, setting: Setting, voice:
         chain,
         lambda placement: setting,
         one_each=setting.software.whole_batches,
-        warn=voice.warn,
+        voice=voice,
     )
 
 

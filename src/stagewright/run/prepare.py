@@ -268,12 +268,12 @@ def _planned(opening: Opening, cluster: Cluster, chain: Chain, voice: Voice) -> 
             partial(planning_setting, config, chain),
             costs=balanced_costs,
             never_waits=config.run.emulate,  # emulated ranks take turns
-            warn=voice.warn,
+            voice=voice,
         )
         if config.plan.file is not None:
             config = replace(config, plan=resolved_options(config.plan, plan))
         config = replace(config, plan=replace(config.plan, mode=plan.mode, batch=plan.batch))
-    warn_about_lag(config, plan, voice.warn)
+    warn_about_lag(config, plan, voice)
     return config, with_agreement(config, plan)
 
 

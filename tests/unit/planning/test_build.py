@@ -35,17 +35,18 @@ from stagewright.planning.build import (
 from stagewright.planning.climb import bubble_in, least_lag
 from stagewright.planning.setting import make_setting
 from stagewright.planning.simulate import StageCosts, balanced_costs, steady
-from stagewright.planning.traced import trace_model
+from stagewright.planning.traced import chain_of, trace_model
 from stagewright.profile.profile import NotProfiled
 from stagewright.runtime.multinode.nodes import cluster_of
+from stagewright.voice import SILENT, Voice
 
 
-def built(tables: dict[str, dict[str, Any]], warn: Callable[[str], None] = lambda warning: None) -> Plan:
+def built(tables: dict[str, dict[str, Any]], voice: Voice = SILENT) -> Plan:
     """The plan of a run without a model, as `stagewright schedule` makes it."""
     config = make_config(tables)
     emulated = config.run.emulate
-    plan = build_plan(config.plan, cluster_of(config), costs=balanced_costs, never_waits=emulated, warn=warn)
-    warn_about_lag(config, plan, warn)
+    plan = build_plan(config.plan, cluster_of(config), costs=balanced_costs, never_waits=emulated, voice=voice)
+    warn_about_lag(config, plan, voice)
     return with_agreement(config, plan)
 
 
@@ -61,7 +62,7 @@ def chosen(bubble: Callable[[int, int], float]) -> tuple[int, list[str]]:
 
     warnings: list[str] = []
     plan = least_lag(three_stages(), bubble_of)
-    warn_about_waiting(plan, bubble_of, warnings.append)
+    warn_about_waiting(plan, bubble_of, Voice(warnings.append))
     return max(stage.versions for stage in plan.stages) - 1, warnings
 
 
@@ -80,7 +81,7 @@ def test_names_the_microbatches_that_would_fill_the_pipeline() -> None:
 
 def test_blames_depths_that_hold_stages_back() -> None:
     warnings: list[str] = []
-    warn_about_waiting(three_stages(depths=(1, 1, 1)), lambda plan: 0.75, warnings.append)
+    warn_about_waiting(three_stages(depths=(1, 1, 1)), lambda plan: 0.75, Voice(warnings.append))
     (warning,) = warnings
     assert "wait 75% of the time" in warning and "depths 1,1,1" in warning and "leave --depths out" in warning
 
@@ -101,7 +102,9 @@ def test_asks_for_a_profile_of_sizes_that_it_does_not_cover() -> None:
 def test_offers_less_staleness_only_where_it_is_an_option(mode: str, versions: str | None, offers: bool) -> None:
     plan = make_plan(parse_placement("0:0.0:1.0:2.0:3"), batch=64, microbatches=1, mode=Mode(mode))
     warnings: list[str] = []
-    warn_about_lag(make_config({"optimizer": {"lr": 0.3}, "plan": {"versions": versions}}), plan, warnings.append)
+    warn_about_lag(
+        make_config({"optimizer": {"lr": 0.3}, "plan": {"versions": versions}}), plan, Voice(warnings.append)
+    )
     assert len(warnings) == 1 and ("--staleness 1" in warnings[0]) == offers
 
 
@@ -165,13 +168,13 @@ def test_default_lag_is_the_least_that_keeps_the_pipeline_full() -> None:
 def test_warns_about_a_pipeline_that_can_not_be_filled() -> None:
     warnings: list[str] = []
     tables = {"plan": {"placement": "0:0-2.0:3", "batch": 24, "microbatches": 1}}
-    built(tables, warnings.append)
+    built(tables, Voice(warnings.append))
     (idle,) = (warning for warning in warnings if "would wait" in warning)
     filling = int(idle.partition("--microbatches ")[2].split()[0])
     plan = make_plan(parse_placement("0:0-2.0:3"), batch=filling, microbatches=filling, mode=Mode.STALE)
     assert steady(plan, balanced_costs(plan)).bubble < 0.05
     warnings.clear()
-    built(tables | {"run": {"emulate": True}}, warnings.append)
+    built(tables | {"run": {"emulate": True}}, Voice(warnings.append))
     assert not any("would wait" in warning for warning in warnings)  # ranks of one process take turns
 
 
@@ -191,7 +194,7 @@ def test_warns_when_the_rate_is_unstable_at_the_lag(
 ) -> None:
     warnings: list[str] = []
     tables = {"plan": {"placement": "0:0.0:1", "batch": 64, "microbatches": 16, **plan}, "optimizer": optimizer}
-    built(tables, warnings.append)
+    built(tables, Voice(warnings.append))
     assert [expected in warning for warning in warnings] == [True] if expected else warnings == []
 
 
@@ -223,7 +226,7 @@ def test_the_number_of_microbatches_follows_from_the_widest_stage() -> None:
 
 def small() -> tuple[Chain, Setting]:
     model = trace_model("resnet8", image=32)
-    return model.chain, make_setting(model.shapes, shipped().cluster("rtx-3090-2"), "fp32")
+    return chain_of("resnet8", image=32), make_setting(model.shapes, shipped().cluster("rtx-3090-2"), "fp32")
 
 
 def options(**plan: Any) -> PlanConfig:
@@ -321,7 +324,7 @@ def test_the_cuts_of_a_plan_file_are_units_of_the_model(tmp_path: Path) -> None:
 def test_a_plan_file_with_idle_ranks_is_warned_about(tmp_path: Path) -> None:
     warnings: list[str] = []
     file = plan_file(tmp_path / "plan.json", placement="0:0-1.0:2", microbatches=1)
-    build_plan(file, Cluster(), warn=warnings.append)
+    build_plan(file, Cluster(), voice=Voice(warnings.append))
     assert len(warnings) == 1 and "1 microbatch for 2 replicas" in warnings[0]
 
 
