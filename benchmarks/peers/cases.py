@@ -12,7 +12,7 @@ from enum import StrEnum
 from torch import nn
 
 from benchmarks.outcome import Goal, at_least, at_most, not_slower
-from benchmarks.peers.whole import CommandPair, FilesPair
+from benchmarks.peers.whole import CommandPair
 from stagewright.cluster.placement import parse_placement
 from stagewright.errors import UserError, counted
 from stagewright.model.networks.zoo import ZOO
@@ -244,7 +244,7 @@ _GPU = PeerSuite(
         CommandPair("vit_b_16", 128, "bf16"),
         CommandPair("resnet50", 256, "fp16"),
         CommandPair("resnet50", 32, "bf16", "reduce-overhead"),
-        FilesPair("resnet50", 256, "bf16"),
+        CommandPair("resnet50", 256, "bf16", from_files=True),
     ),
 )
 SUITES = {

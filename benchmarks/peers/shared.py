@@ -9,25 +9,24 @@ of an earlier run.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.outcome import Outcome, new_outcome, not_slower
 from benchmarks.peers.cases import IMAGES, Case, Execution, Kind, Pairing, PeerSuite, Side, Workload
 from benchmarks.peers.run import run_cases
+from benchmarks.timed_command import run_command
 from stagewright.bench.machine import shared_gpu
 from stagewright.cluster.catalog import shipped
-from stagewright.cluster.placement import format_placement, parse_placement
+from stagewright.cluster.placement import format_placement
 from stagewright.cluster.topology import Cluster, Level
 from stagewright.errors import UserError
 from stagewright.files import read_text, write_text
 from stagewright.model.networks.zoo import ZOO
 from stagewright.plan.estimate import Setting
-from stagewright.plan.make import make_plan
+from stagewright.plan.make import make_plan, read_plan
 from stagewright.plan.plan import Mode, Plan
 from stagewright.planning.planner import choose
 from stagewright.planning.predict import predict
@@ -42,7 +41,6 @@ PRECISION = "bf16"
 BATCHES = {"vgg16": 224, "resnet152": 256, "vit_b_16": 256}
 PREDICTIONS = "predictions.json"
 _SAMPLES = "8,32"
-_PROFILE_SECONDS = 600.0
 _STEPS, _DDP_STEPS = 30, 6  # batches of a segment: enough that filling the pipeline does not count
 
 
@@ -84,14 +82,7 @@ def shared_cluster(profile: Profile) -> Cluster:
 def take_profile(model: str, path: Path) -> None:
     """Profile a model in a process of its own: a fault of CUDA in there ends that process alone."""
     options = f"--device cuda --precision {PRECISION} --together {RANKS} --samples {_SAMPLES}".split()
-    command = [sys.executable, "-m", "stagewright", "profile", model, *options, "-o", str(path)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROFILE_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"the profile of {model} was not done within {_PROFILE_SECONDS:g} s") from None
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or ["no message"]
-        raise UserError(f"the profile of {model} ended with code {done.returncode}: {said[-1]}")
+    run_command([sys.executable, "-m", "stagewright", "profile", model, *options, "-o", str(path)], {})
 
 
 def predict_model(model: str, profile: Profile) -> ModelPrediction:
@@ -186,23 +177,14 @@ def write_predictions(predicted: Sequence[ModelPrediction], folder: Path) -> Non
 def read_predictions(path: Path) -> list[ModelPrediction]:
     """The predictions that an earlier run wrote."""
     try:
-        return [_read_one(entry) for entry in json.loads(read_text(path))]
+        entries = json.loads(read_text(path))
+        rates = [(entry["model"], entry["batch"], entry["images_per_second"]) for entry in entries]
+        plans = [read_plan(json.dumps(entry["plan"]), str(path)) for entry in entries]
+        return [
+            ModelPrediction(model, batch, rate["ddp"], plan, rate["chosen"])
+            for (model, batch, rate), plan in zip(rates, plans, strict=True)
+        ]
     except OSError as error:
         raise UserError(f"--reuse {path.parent}: {path.name}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--reuse {path.parent}: {path.name} has no predictions of bench shared ({error})") from error
-
-
-def _read_one(entry: Any) -> ModelPrediction:
-    about, rates = entry["plan"], entry["images_per_second"]
-    mode = Mode(about["mode"])
-    plan = make_plan(
-        parse_placement(about["placement"]),
-        batch=about["batch"],
-        microbatches=about["microbatches"],
-        mode=mode,
-        versions=about["versions"] if mode is Mode.STALE else None,
-        depths=about["depths"],
-        cuts=about["cuts"],
-    )
-    return ModelPrediction(entry["model"], entry["batch"], rates["ddp"], plan, rates["chosen"])
+        raise UserError(f"--reuse {path.parent}: {path.name} has no predictions of shared ({error})") from error

@@ -1,8 +1,8 @@
 """Whole commands on one GPU: `stagewright train` as a user types it, beside a plain script, in turns.
 
 Each turn is a fresh process, with loader, metrics and monitor on our side; the script is `plain_loop`. In the first
-turn of each side the compiler's caches are empty. A `FilesPair` has the same command on both sides: once it trains from
-files of raw pixels, once on synthetic images.
+turn of each side the compiler's caches are empty. A pair `from_files` has the same command on both sides: once it
+trains from files of raw pixels, once on synthetic images.
 """
 
 from __future__ import annotations
@@ -36,85 +36,57 @@ _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 @dataclass(frozen=True, slots=True)
 class CommandPair:
-    """One model at one batch, compiled, on one GPU."""
+    """One model at one batch, compiled, on one GPU: a command beside a script, or from files beside synthetic data."""
 
     model: str
     batch: int
     precision: str
     mode: str = "default"  # of the script's torch.compile
+    from_files: bool = False  # of raw pixels, as `data convert --side 256 --raw` makes them
+    images: int = _IMAGES  # in these files
 
     def __str__(self) -> str:
+        about = f"batch {self.batch:,}, {self.precision}, compiled"
+        if self.from_files:
+            return f"{self.model} on one GPU from files of raw pixels, {about}"
         by = "" if self.mode == "default" else f" (script: {self.mode})"
-        return f"{self.model} on one GPU, whole commands, batch {self.batch:,}, {self.precision}, compiled{by}"
+        return f"{self.model} on one GPU, whole commands, {about}{by}"
 
     @property
     def names(self) -> tuple[str, str]:
         """Of our side and the other one."""
+        if self.from_files:
+            return "stagewright train, from files", "stagewright train, synthetic"
         return "stagewright train", "plain script"
 
     @property
     def goal(self) -> Goal:
         """Of our speed over the other side's."""
-        return at_least(_AS_FAST, within=_WITHIN)
+        return at_least(_FROM_FILES) if self.from_files else at_least(_AS_FAST, within=_WITHIN)
 
     @property
     def steps(self) -> int:
         """Of each command."""
         return _STEPS * max(1, _BATCH // self.batch)
 
-    @property
-    def compares_starts(self) -> bool:
-        """Whether the seconds to the first steps count as well."""
-        return True
-
     def prepare(self, folder: Path) -> None:
         """Make what the commands need."""
+        if self.from_files:
+            shrink = Shrink(_SIDE, is_raw=True, threads=num_cores())
+            convert(InMemory(make_jpegs(), self.images), Kind.OFRECORD, folder / "images", _PER_PART, shrink=shrink)
 
-    def ours(self, steps: int, folder: Path) -> list[str]:
-        """The command that a user types; its files are below the folder."""
-        return self._command(f"--data synthetic --samples {self.batch * steps}", steps, folder)
-
-    def theirs(self, steps: int, folder: Path) -> list[str]:
-        """The plain script."""
+    def commands(self, steps: int, folder: Path) -> tuple[list[str], list[str]]:
+        """Of both sides; their files are below the folder."""
+        synthetic = self._command(f"--data synthetic --samples {self.batch * steps}", steps, folder)
+        if self.from_files:
+            return self._command(f"--data ofrecord:{folder / 'images'}", steps, folder), synthetic
         given = (self.model, str(self.batch), self.precision, str(steps), self.mode)
-        return [sys.executable, "-m", "benchmarks.peers.plain_loop", *given]
+        return synthetic, [sys.executable, "-m", "benchmarks.peers.plain_loop", *given]
 
     def _command(self, data: str, steps: int, folder: Path) -> list[str]:
         options = f"--model {self.model} --batch {self.batch} --precision {self.precision} --compile --placement 0:0"
         words = [*options.split(), *data.split(), "--steps", str(steps), "--runs", str(folder / "runs")]
         return [sys.executable, "-m", "stagewright", "train", *words]
-
-
-@dataclass(frozen=True, slots=True)
-class FilesPair(CommandPair):
-    """A model trained from files of raw pixels, as `data convert --side 256 --raw` makes them, and synthetically."""
-
-    images: int = _IMAGES
-
-    def __str__(self) -> str:
-        return f"{self.model} on one GPU from files of raw pixels, batch {self.batch:,}, {self.precision}, compiled"
-
-    @property
-    def names(self) -> tuple[str, str]:
-        return "stagewright train, from files", "stagewright train, synthetic"
-
-    @property
-    def goal(self) -> Goal:
-        return at_least(_FROM_FILES)
-
-    @property
-    def compares_starts(self) -> bool:
-        return False
-
-    def prepare(self, folder: Path) -> None:
-        shrink = Shrink(_SIDE, is_raw=True, threads=num_cores())
-        convert(InMemory(make_jpegs(), self.images), Kind.OFRECORD, folder / "images", _PER_PART, shrink=shrink)
-
-    def ours(self, steps: int, folder: Path) -> list[str]:
-        return self._command(f"--data ofrecord:{folder / 'images'}", steps, folder)
-
-    def theirs(self, steps: int, folder: Path) -> list[str]:
-        return CommandPair.ours(self, steps, folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +104,7 @@ def run_pair(outcome: Outcome, pair: CommandPair, repeats: int, steps: int, prog
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as made:
         folder = Path(made)
         pair.prepare(folder)
-        commands = {ours: pair.ours(steps, folder), theirs: pair.theirs(steps, folder)}
+        commands = dict(zip(pair.names, pair.commands(steps, folder), strict=True))
         for number in range(repeats):
             for side in (ours, theirs) if number % 2 == 0 else (theirs, ours):
                 progress(f"{pair}: turn {number + 1} of {repeats}, {side}")
@@ -141,7 +113,7 @@ def run_pair(outcome: Outcome, pair: CommandPair, repeats: int, steps: int, prog
     rows: list[Row] = []
     ratios: list[Ratio] = []
     found = [(_rates(pair, turns), pair.goal)]
-    if pair.compares_starts:
+    if not pair.from_files:
         found += [
             (_started(pair, turns, "empty caches", slice(1)), at_most(_SLOWER_START)),
             (_started(pair, turns, "full caches", slice(1, None)), at_most(_SLOWER_START)),

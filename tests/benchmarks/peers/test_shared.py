@@ -10,7 +10,7 @@ from benchmarks.peers import shared
 from benchmarks.peers.shared import CLUSTER, ModelPrediction, make_case
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import parse_placement
-from stagewright.errors import UserError
+from stagewright.errors import RunFailed, UserError
 from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Mode
 from stagewright.planning.predict import predict
@@ -53,7 +53,7 @@ def test_a_folder_without_predictions_is_one_line(tmp_path: Path) -> None:
 def test_a_profile_that_dies_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of CUDA poisons the process it happens in, so the profile has one of its own."""
     monkeypatch.setattr(shared.sys, "executable", "/bin/false")
-    with pytest.raises(UserError, match="vgg16 ended with code 1"):
+    with pytest.raises(RunFailed, match="profile ended with 1"):
         shared.take_profile("vgg16", tmp_path / "vgg16.json")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.outcome import new_outcome, summary
 from benchmarks.peers.cases import SUITES, only_cases
-from benchmarks.peers.whole import CommandPair, FilesPair, run_pair
+from benchmarks.peers.whole import CommandPair, run_pair
 from stagewright.data.datasets import open_records
 from stagewright.errors import RunFailed
 
@@ -31,24 +31,16 @@ class _Scripts(CommandPair):
 
     plain: str = "print('step 10/110'); print(100.0)"
 
-    def ours(self, steps: int, folder: Path) -> list[str]:
-        return [sys.executable, "-c", _OURS, str(folder), "99.5"]
-
-    def theirs(self, steps: int, folder: Path) -> list[str]:
-        return [sys.executable, "-c", self.plain]
-
-
-@dataclass(frozen=True, slots=True)
-class _FromFiles(FilesPair):
-    """The same, of which our side looks at the files that were made."""
-
-    def ours(self, steps: int, folder: Path) -> list[str]:
+    def commands(self, steps: int, folder: Path) -> tuple[list[str], list[str]]:
+        ours, theirs = (self._script(folder, speed) for speed in ("99.5", "100"))
+        if not self.from_files:
+            return ours, [sys.executable, "-c", self.plain]
         records = open_records(f"ofrecord:{folder}/images")
         assert len(records) == 6 and records.get(5).data.startswith(b"P6\n341 256\n255\n") and records.classes == 6
-        return [sys.executable, "-c", _OURS, str(folder), "98"]
+        return self._script(folder, "98"), theirs
 
-    def theirs(self, steps: int, folder: Path) -> list[str]:
-        return [sys.executable, "-c", _OURS, str(folder), "100"]
+    def _script(self, folder: Path, speed: str) -> list[str]:
+        return [sys.executable, "-c", _OURS, str(folder), speed]
 
 
 def test_a_pair_compares_speeds_and_starts_turn_by_turn() -> None:
@@ -61,7 +53,7 @@ def test_a_pair_compares_speeds_and_starts_turn_by_turn() -> None:
     pairs = [ours.rate / theirs.rate for ours, theirs in zip(*(row.repeats for row in outcome.rows[4:]), strict=True)]
     assert min(pairs) <= full.ratio.value <= max(pairs)
     assert "empty caches" in empty.group and "full caches" in full.group
-    speed, start, _ = summary(outcome)
+    speed, start, *_ = summary(outcome)
     assert "train is 0.99" in speed and "times as fast as plain script" in speed
     assert "train takes" in start and "times as long as plain script" in start
     sides = [line.rpartition(", ")[2] for line in said]
@@ -69,13 +61,13 @@ def test_a_pair_compares_speeds_and_starts_turn_by_turn() -> None:
 
 
 def test_a_pair_from_files_compares_the_same_command_with_synthetic_images() -> None:
-    pair, said = _FromFiles("resnet50", 256, "bf16", images=6), list[str]()
+    pair, said = _Scripts("resnet50", 256, "bf16", from_files=True, images=6), list[str]()
     outcome = run_pair(new_outcome("gpu", "", 2, 110), pair, 2, 110, said.append)
     (speeds,) = outcome.ratios
     assert [len(row.repeats) for row in outcome.rows] == [2, 2] and speeds.ratio.value == pytest.approx(0.98)
     assert (speeds.goal, speeds.is_met) == (">= 0.97", True) and "from files" in speeds.ours
     (chosen,) = only_cases(SUITES["gpu"], "files").pairs
-    command, other = (make(110, Path("here")) for make in (chosen.ours, chosen.theirs))
+    command, other = chosen.commands(110, Path("here"))
     assert "ofrecord:here/images" in command and "synthetic" in other and "--workers" not in command
     assert set(other) - set(command) == {"synthetic", "--samples", "28160"}
 
@@ -100,6 +92,6 @@ def test_pairs_are_chosen_by_their_description() -> None:
         "resnet50",
     ]
     assert [pair.steps for pair in chosen.pairs] == [110] * 5 + [440]
-    assert [pair.theirs(1, Path())[-1] for pair in chosen.pairs] == ["default"] * 5 + ["reduce-overhead"]
-    command = chosen.pairs[0].ours(110, Path("runs"))
+    assert [pair.commands(1, Path())[1][-1] for pair in chosen.pairs] == ["default"] * 5 + ["reduce-overhead"]
+    command = chosen.pairs[0].commands(110, Path("runs"))[0]
     assert command[1:4] == ["-m", "stagewright", "train"] and "--compile" in command
