@@ -66,7 +66,7 @@ from stagewright.voice import SILENT, Voice
 _MPS_FOLDER = "/tmp/nvidia-mps"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prepared:
     """A job in a folder that exists, and the speed that its profile predicts, if it has one."""
 
@@ -74,6 +74,11 @@ class Prepared:
     prediction: Prediction | None = None
     interval: Interval | None = None  # of the predicted speed, where it was measured here
     chain: Chain | None = None  # the model, for ranks of this process
+
+    def take_chain(self) -> Chain | None:
+        """The model as it was opened, of which nothing is kept here: it may be large."""
+        chain, self.chain = self.chain, None
+        return chain
 
 
 def prepare(
@@ -241,7 +246,7 @@ def _tried(opening: Opening, voice: Voice) -> Prepared:
         is_scripted=launch.is_scripted,
     )
     job = job if opening.resume is None else opening.resume.apply(job, facts, chain.model, voice)
-    return Prepared(job, chain=chain)
+    return Prepared(job, chain=chain if config.run.emulate else None)
 
 
 def _proven(opening: Opening, cluster: Cluster, voice: Voice, chain: Chain) -> tuple[Opening, Plan, Proof | None]:

@@ -85,7 +85,7 @@ class Local:
         self._stack, console = ExitStack(), _Quiet(stderr=True)
         voice = Voice(voice_of(console).warn)
         made = self._stack.enter_context(begun(given, voice, Launch(is_scripted=True)))
-        self.job, self._chain = made.job, made.chain
+        self.job, self._take_chain = made.job, made.take_chain
         self.history = read_history(self.job)
         say(console, *headline(self.job))
         self._host: Host = self._stack.enter_context(hosted(made, voice, Console(quiet=True)))
@@ -100,7 +100,7 @@ class Local:
         torch.set_num_threads(job.config.run.threads or 1)
         keep_freed_memory()
         script = replace(script, keeps_model=job.plan.world == 1)
-        self._session = Emulation(job, ledger.handle, ledger.settled, script=script, chain=self._chain)
+        self._session = Emulation(job, ledger.handle, ledger.settled, script=script, chain=self._take_chain())
         return self._session
 
     def call(self, what: str, where: str, contents: str = "") -> None:

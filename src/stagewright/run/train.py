@@ -232,6 +232,7 @@ def begun(given: Config | Opening | Job, voice: Voice, launch: Launch) -> Iterat
             prepared = Prepared(given, predict_job(given.config, given.plan))
         else:
             prepared = prepare(given, replace(voice, warn=warn), launch)
+        del given  # with the model, where it was open
         folder = Path(prepared.job.folder)
         if folder != resumed:
             held.close()
@@ -408,7 +409,7 @@ def _execute(made: Prepared, host: Host, site: Site | ExternalGroup | None, aske
     if job.config.run.emulate:
         with preserved_state([0] if job.config.run.device == "cuda" else []):
             torch.set_num_threads(job.config.run.threads or 1)
-            emulation = Emulation(job, ledger.handle, ledger.settled, ledger.wants_stop, chain=made.chain)
+            emulation = Emulation(job, ledger.handle, ledger.settled, ledger.wants_stop, chain=made.take_chain())
             with stop_on_signal(emulation.pauses.stop):
                 emulation.run()
             return None if emulation.is_stopped else _export(job, list(emulation.states().values()))
