@@ -15,7 +15,7 @@ from stagewright.data.decode import NORMALIZATIONS
 from stagewright.data.formats.fields import Fields
 from stagewright.data.loader import CudaCopies, make_loaders
 from stagewright.data.order import Order, ReplicaSlice, TrainingSampler
-from stagewright.data.pool import Batch, Decode, LoaderOptions
+from stagewright.data.pool import Batch, Decode, LoaderOptions, arrive
 from stagewright.data.processes import ProcessPool
 from stagewright.data.sources import ImageSource
 from stagewright.data.synthetic import SyntheticSource
@@ -69,7 +69,7 @@ def test_memory_of_workers_is_pinned(source: ImageSource) -> None:
     copies = CudaCopies(torch.device("cuda"))
     fields, made = copies.begin(batch, lambda images, labels: {"image": images, "label": labels})
     assert buffers.images.is_pinned() and buffers.labels.is_pinned()
-    copies.arrive(fields, made)
+    arrive(fields, made)
     assert torch.equal(fields["image"].cpu(), buffers.images) and torch.equal(fields["label"].cpu(), buffers.labels)
     pool.close()
     assert not buffers.images.is_pinned()

@@ -50,10 +50,6 @@ class Shrink:
     is_raw: bool = False  # pixels instead of JPEGs
     threads: int = 1
 
-    def __post_init__(self) -> None:
-        if self.side is not None and self.side < 1:
-            raise DataError(f"--side is {self.side}; give at least 1 pixel")
-
     def applied(self, record: Record) -> Record:
         """A record with its image made so; a JPEG that is small enough keeps its bytes."""
         image = Decoder().decode(record.data)
@@ -72,8 +68,6 @@ def convert(
     shrink: Shrink | None = None,
 ) -> Converted:
     """Write every readable record below `root`, which must be empty or not exist yet."""
-    if per_part < 1:
-        raise DataError(f"--per-part is {per_part}; give at least 1 record")
     _make_empty(root)
     listed = _listed_names(records.class_names)
     folders = _class_folders(records) if kind is Kind.FOLDER else ()

@@ -201,11 +201,10 @@ def render(image: Pixels, view: View, target: Tensor) -> None:
     if (view.rows, view.columns, view.down, view.right) == (side, side, 0, 0):
         _resize(planes, torch.from_numpy(_planes(target.numpy())))
     else:
-        resized = planes
         if (view.rows, view.columns) != (view.height, view.width):
-            resized = torch.from_numpy(_planes(np.empty((view.rows, view.columns, _CHANNELS), np.uint8)))
-            _resize(planes, resized)
-        _copy_window(resized.squeeze(0).permute(1, 2, 0), view, target)
+            whole, planes = planes, torch.from_numpy(_planes(np.empty((view.rows, view.columns, _CHANNELS), np.uint8)))
+            _resize(whole, planes)
+        _copy_window(planes.squeeze(0).permute(1, 2, 0), view, target)
     if view.jitter is not None:
         target.copy_(jittered(target, view.jitter))
     if view.cutout is not None:

@@ -20,13 +20,16 @@ from stagewright.data.formats.records import BadRecord
 from stagewright.data.on_device import CachedLoader, DeviceLoader, SyntheticLoader, torchcodec_decoder
 from stagewright.data.order import ReplicaSlice, Sampler
 from stagewright.data.own import DatasetLoader, DatasetSource
-from stagewright.data.pool import BadRecordCounter, Batch, Buffers, Decode, LoaderOptions, Pool, ReadAhead
+from stagewright.data.pool import BadRecordCounter, Batch, Buffers, Decode, LoaderOptions, Pool, ReadAhead, arrive
 from stagewright.data.processes import ProcessPool
 from stagewright.data.sources import ImageSource, Source
 from stagewright.data.synthetic import SyntheticSource
 from stagewright.errors import UserError
 
 Make = Callable[[Tensor, Tensor], Fields]  # images and labels of a batch, on their device, to its fields
+Made = tuple[dict[int, tuple[BadRecord, ...]], Fields, torch.cuda.Event | None]  # bad records; fields, then there
+    dict[int, tuple[BadRecord, ...]], Fields, torch.cuda.Event | None
+]  # bad records; fields, once that is over
 
 
 class Loader(Protocol):
@@ -103,9 +106,6 @@ class Copies:
         """The fields of a full batch, to be used after `arrive`."""
         return make(batch.images, batch.labels.clone()), None
 
-    def arrive(self, fields: Fields, made: torch.cuda.Event | None) -> None:
-        """Have the device wait until fields are made."""
-
 
 class CudaCopies(Copies):
     """On a GPU by a stream of its own, so that the next batch is copied and normalized while it trains on this one."""
@@ -123,28 +123,11 @@ class CudaCopies(Copies):
             batch.buffers.copied = self._event()
             return make(images, labels), self._event()
 
-    def arrive(self, fields: Fields, made: torch.cuda.Event | None) -> None:
-        assert made is not None
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(made)
-        for tensor in fields.values():
-            tensor.record_stream(current)  # which may use it after it is freed here
-
     def _event(self) -> torch.cuda.Event:
         """The end of what is queued so far."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """The fields of a microbatch, once they have arrived, and which of its records are bad."""
-
-    number: int
-    bad: dict[int, tuple[BadRecord, ...]]
-    fields: Fields
-    event: torch.cuda.Event | None
 
 
 class ImageLoader:
@@ -165,7 +148,7 @@ class ImageLoader:
         self._options = options
         self._pool = pool
         self._copies = copies or (CudaCopies(options.device) if options.device.type == "cuda" else Copies())
-        self._next: _Made | None = None
+        self._next: tuple[int, Made] | None = None  # a microbatch that is made before it is requested
         self._bad = BadRecordCounter(options)
         self._ahead = ReadAhead(replica_slice, options.ahead, self._begin, self._cancel)
         self._free: deque[Buffers] = deque()
@@ -175,15 +158,15 @@ class ImageLoader:
 
     def microbatch(self, number: int) -> Fields:
         """One microbatch; the threads or processes continue with the ones after it."""
-        is_made = self._next is not None and self._next.number == number
-        made, self._next = self._next if is_made else None, None
-        made = made or self._make(number)
-        self._bad.count_all(made.bad)
-        self._copies.arrive(made.fields, made.event)
+        made = self._next[1] if self._next is not None and self._next[0] == number else self._make(number)
+        bad, fields, event = made
+        self._next = None
+        self._bad.count_all(bad)
+        arrive(fields, event)
         batch = self._ahead.following(number) if self._copies.runs_ahead else None
         if batch is not None and self._pool.is_full(batch) and batch.error is None:
-            self._next = self._make(number + self._step)
-        return made.fields
+            self._next = number + self._step, self._make(number + self._step)
+        return fields
 
     def pixels(self, number: int) -> tuple[Tensor, Tensor]:
         """A microbatch as bytes, before normalization; valid until the next microbatch is requested."""
@@ -195,11 +178,11 @@ class ImageLoader:
         self._ahead.abandon()
         self._pool.close()
 
-    def _make(self, number: int) -> _Made:
+    def _make(self, number: int) -> Made:
         options = self._options
         make = partial(self._source.fields, dtype=options.dtype, channels_last=options.channels_last)
         with self._filled(number) as batch:
-            return _Made(number, batch.bad, *self._copies.begin(batch, make))
+            return batch.bad, *self._copies.begin(batch, make)
 
     @contextmanager
     def _filled(self, number: int) -> Iterator[Batch]:

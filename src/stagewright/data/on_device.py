@@ -23,7 +23,7 @@ from stagewright.data.decode import Decoder, jittered, jpeg_header
 from stagewright.data.formats.fields import Fields, cast
 from stagewright.data.formats.records import BadRecordError, Record
 from stagewright.data.order import AugmentSeed, Indices, ReplicaSlice
-from stagewright.data.pool import BadRecordCounter, Batch, Buffers, LoaderOptions, Pool, ReadAhead
+from stagewright.data.pool import BadRecordCounter, Batch, Buffers, LoaderOptions, Pool, ReadAhead, arrive
 from stagewright.data.sources import ImageSource
 from stagewright.data.synthetic import SyntheticSource
 from stagewright.errors import UserError, first_line
@@ -77,14 +77,12 @@ class SyntheticLoader:
         self._sampler = replica_slice.sampler
         self._options = options
         self._side = SideStream(options.device)
-        self._ahead = ReadAhead(replica_slice, 0, self._begin, lambda begun: self._arrive(begun[1]))
+        self._ahead = ReadAhead(replica_slice, 0, self._begin, lambda begun: arrive(*begun))
 
     def microbatch(self, number: int) -> Fields:
         fields, filled = self._ahead.take(number)
         self._ahead.ahead = 1
-        self._arrive(filled)
-        for tensor in fields.values():
-            tensor.record_stream(torch.cuda.current_stream())
+        arrive(fields, filled)
         return cast(fields, self.targets, self._options.dtype)
 
     def close(self) -> None:
@@ -95,10 +93,6 @@ class SyntheticLoader:
         room = self._source.allocate(len(indices))
         with self._side.filling() as filled:
             return self._source.batch(indices, room), filled
-
-    def _arrive(self, filled: torch.cuda.Event) -> None:
-        """Have what computes wait until a microbatch is made."""
-        torch.cuda.current_stream().wait_event(filled)
 
 
 class DeviceLoader:

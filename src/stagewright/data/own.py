@@ -100,23 +100,21 @@ class DatasetSource:
                 f"dataset {self.name} had {self._length} samples and has {length} now; a dataset keeps its length "
                 "while it is trained on"
             )
-        epoch = "evaluation" if seed is None else str(seed.epoch)
+        about = f"{self._seed}/evaluation" if seed is None else f"{seed.seed}/{seed.epoch}"
         samples = []
         with _own_generators():
-            for index in indices.tolist():
-                _seed(f"{self._seed if seed is None else seed.seed}/{epoch}/{index}")
-                try:
-                    samples.append(self.dataset[index])
-                except Exception as error:  # the user's code may raise anything
-                    raise DataError(
-                        f"sample {index} of dataset {self.name} raised {type(error).__name__}: {first_line(error, 200)}"
-                    ) from error
             try:
+                for index in indices.tolist():
+                    _seed(f"{about}/{index}")
+                    samples.append(self.dataset[index])
                 return self._collate(samples)
-            except Exception as error:
+            except Exception as error:  # the user's code may raise anything
+                what = f"{type(error).__name__}: {first_line(error, 200)}"
+                if (count := len(samples)) < len(indices):
+                    raise DataError(f"sample {indices[count]} of dataset {self.name} raised {what}") from error
                 raise DataError(
-                    f"{len(samples)} samples of dataset {self.name} can't be stacked ({type(error).__name__}: "
-                    f"{first_line(error, 200)}); give samples of one shape, or a collate function"
+                    f"{count} samples of dataset {self.name} can't be stacked ({what}); give samples of one shape, or "
+                    "a collate function"
                 ) from error
 
     @cached_property

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from stagewright.data.decode import Decoder
+from stagewright.data.formats.fields import Fields
 from stagewright.data.formats.records import BadRecord, DataError
 from stagewright.data.order import AugmentSeed, Indices, ReplicaSlice
-from stagewright.errors import UserError, counted
+from stagewright.errors import counted
 
 Load = Callable[[int, AugmentSeed | None, Tensor, Tensor, Decoder], tuple[BadRecord, ...]]
 Task = tuple["Batch", Load, int, int, Tensor, Tensor]  # a row of a batch: its number, its sample, where it is written
@@ -49,15 +50,6 @@ class LoaderOptions:
     decode: Decode = Decode.CPU
     workers: int = 0  # processes that load a user's own dataset; 0: this one
     image_workers: int = 0  # processes that decode images; 0: threads
-
-    def __post_init__(self) -> None:
-        for flag, value, least in (
-            ("--loader-threads", self.threads, 1),
-            ("--ahead", self.ahead, 0),
-            ("--max-bad", self.max_bad, 0),
-        ):
-            if value < least:
-                raise UserError(f"{flag} is {value}; give at least {least}")
 
 
 class BadRecordCounter:
@@ -122,6 +114,15 @@ class ReadAhead(Generic[Work]):
         """Cancel everything that was begun."""
         while self._window:
             self._cancel(self._window.popleft()[1])
+
+
+def arrive(fields: Fields, made: torch.cuda.Event | None) -> None:
+    """Have the device wait for fields that another stream makes; None where they are there."""
+    if made is not None:
+        current = torch.cuda.current_stream(next(iter(fields.values())).device)
+        current.wait_event(made)
+        for tensor in fields.values():
+            tensor.record_stream(current)  # which may use it after it is freed here
 
 
 class Buffers:

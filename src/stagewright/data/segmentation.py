@@ -23,6 +23,7 @@ from stagewright.data.formats.fields import IGNORED
 from stagewright.data.formats.folders import walk_images
 from stagewright.data.formats.index import Index, IndexBuilder, Progress
 from stagewright.data.formats.records import BadRecordError, DataError, FileRecords, Record, read_file
+from stagewright.data.labels import Labels
 from stagewright.errors import counted, first_line
 from stagewright.files import read_regular
 
@@ -119,10 +120,9 @@ def decode_mask(data: bytes) -> NDArray[np.int32]:
         raise BadRecordError(f"not a readable PNG ({first_line(error).partition(' <')[0]})") from error
 
 
-class MaskLabels:
+class MaskLabels(Labels):
     """One class number per pixel; `IGNORED` for those outside the image, blackened, or of no class."""
 
-    name = "label"
     follows_view = True
 
     def __init__(self, classes: int) -> None:

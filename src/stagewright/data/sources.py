@@ -26,7 +26,8 @@ from stagewright.data.decode import (
 from stagewright.data.formats.fields import Fields as Fields
 from stagewright.data.formats.fields import cast as cast
 from stagewright.data.formats.fields import only_pair as only_pair
-from stagewright.data.formats.records import BadRecord, BadRecordError, DataError, Record, Records, require_limit
+from stagewright.data.formats.records import BadRecord, BadRecordError, DataError, Records, require_limit
+from stagewright.data.labels import Labels
 from stagewright.data.order import AugmentSeed, Indices
 from stagewright.data.own import DatasetSource
 from stagewright.data.segmentation import MaskLabels
@@ -76,52 +77,6 @@ class Source(Protocol):
         ...
 
 
-class Labels(Protocol):
-    """What belongs to an image besides its pixels: by default the number of its class.
-
-    A record's label is read before its sample is drawn, so that one that can't be read makes the record a bad one, and
-    drawn with the view of the image.
-    """
-
-    @property
-    def name(self) -> str:
-        """Of their field."""
-        ...
-
-    @property
-    def follows_view(self) -> bool:
-        """Whether a label depends on how its image is cropped."""
-        ...
-
-    def allocate(self, samples: int, side: int) -> Tensor:
-        """Memory for the labels of some samples, on the CPU."""
-        ...
-
-    def read(self, record: Record, height: int, width: int) -> Tensor:
-        """The label of an image of this size; raises `BadRecordError` if it has none that can be used."""
-        ...
-
-    def draw(self, label: Tensor, view: View, target: Tensor) -> None:
-        """Fill one row of `allocate` with a label as it belongs to a view of its image."""
-        ...
-
-
-class ClassLabels:
-    """One class number per image."""
-
-    name = "label"
-    follows_view = False
-
-    def allocate(self, samples: int, side: int) -> Tensor:
-        return torch.zeros(samples, dtype=torch.int64)
-
-    def read(self, record: Record, height: int, width: int) -> Tensor:
-        return torch.tensor(record.label)
-
-    def draw(self, label: Tensor, view: View, target: Tensor) -> None:
-        target.numpy()[...] = label.numpy()  # not by torch, for which threads wait for each other
-
-
 class ImageSource:
     """Encoded images as a source of samples: an image, and its class or what else `labels` reads."""
 
@@ -137,7 +92,7 @@ class ImageSource:
         labels: Labels | None = None,
     ) -> None:
         self.records = records
-        self.labels = labels or ClassLabels()
+        self.labels = labels or Labels()
         self.targets = (self.labels.name,)
         self.augmentation = augmentation
         self.normalization = normalization
@@ -257,10 +212,6 @@ def open_images(text: str, options: SourceOptions) -> ImageSource:
 def with_transforms(records: Records, options: SourceOptions, labels: Labels | None = None) -> ImageSource:
     """Records as samples of one size, cropped and normalized as the options say."""
     side = options.image
-    if side < 1:
-        raise UserError(f"--image is {side}; give at least 1")
-    if not 0 <= options.jitter < 1:
-        raise UserError(f"--jitter is {options.jitter}; give 0 or more and less than 1, such as 0.4")
     if not 0 <= options.cutout <= side:
         raise UserError(f"--cutout is {options.cutout}; give 0 to {side}, the image's side")
     cropping = default_cropping(side) if options.cropping == "auto" else Cropping(options.cropping)

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stagewright.data.augment import View
 from stagewright.data.formats.folders import size_of
 from stagewright.data.formats.index import IndexBuilder, is_below
 from stagewright.data.formats.records import DataError, FileRecords, Record, fingerprint
+from stagewright.data.labels import Labels
 from stagewright.errors import first_line
 from stagewright.files import read_text
 
@@ -92,11 +92,10 @@ def _number(where: str, row: int, name: str, text: str) -> float:
     return number
 
 
-class NumberLabels:
+class NumberLabels(Labels):
     """One or several numbers per image."""
 
     name = "target"
-    follows_view = False
 
     def __init__(self, numbers: Tensor) -> None:
         self.numbers = numbers  # [rows] or [rows, columns]
@@ -106,6 +105,3 @@ class NumberLabels:
 
     def read(self, record: Record, height: int, width: int) -> Tensor:
         return self.numbers[record.label]
-
-    def draw(self, label: Tensor, view: View, target: Tensor) -> None:
-        target.copy_(label)
