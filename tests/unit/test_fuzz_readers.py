@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -49,6 +48,7 @@ from stagewright.run.report import make_page, read_rank_map, take_snapshot, writ
 from stagewright.runtime.multinode.nodes import cluster_of, read_nodes, read_token
 from tests.limits import cpu_time, more_memory
 from tests.made_runs import make_run, usage
+from tests.mutations import changed_json, mutated
 from tests.smi_texts import TITAN_8, smi_xml
 from tests.unit.bench.test_compare import QUIET, outcome, row
 from tests.unit.profile.test_pipedream import GRAPH
@@ -58,103 +58,6 @@ CASES = int(os.environ.get("STAGEWRIGHT_READER_FUZZ", "400"))  # per reader; `ma
 _SHOWN = max(4, CASES // 100)  # of them also run as a command
 _SECONDS = 2.0  # of CPU time per text
 _MOST_MEMORY = 2**30
-_TOKENS = (
-    *("nan", "inf", "-inf", "1e999", "-1", "0", "1.5", "9" * 25, "9" * 5000, "true", "null", '""', "''", "[]", "{}"),
-    *(
-        "[",
-        "]",
-        "{",
-        "}",
-        '"',
-        "\\",
-        "\0",
-        "\n",
-        "\r",
-        "=",
-        ":",
-        ",",
-        ".",
-        "-",
-        "\ud800",
-        "\udcff",
-        "\u202e",
-        "٣",
-        "²",
-        " ",
-    ),
-    *("[[", "]]", "[" * 3000, "1-99999999", "0:0-65536", "65536:0", "$(id)", "../..", "\x1b[2J"),
-)
-
-
-_VALUES = (
-    *("true", "-1", "0", "1", "3", "0.5", "1e400", "nan", "-inf", "9223372036854775807", "9" * 30, "1979-05-27"),
-    *('""', '"x"', '"0:0"', '"0:0-40"', '"1,1"', '"2:1"', '"dp"', '"pipedream"', '"gpipe"', "[]", "{}", '["0:0"]'),
-)
-
-
-def mutated(text: str, generator: random.Random) -> str:
-    """A text with a few changes of the kind that breaks readers: changed, removed or doubled pieces, odd tokens."""
-    for _ in range(generator.choice((1, 1, 1, 2, 4, 8))):
-        at = generator.randrange(len(text) + 1)
-        end = at + generator.randrange(1, 30)
-        match generator.randrange(8):
-            case 6 | 7 if " = " in text:
-                lines = text.split("\n")
-                number = generator.choice([number for number, line in enumerate(lines) if " = " in line])
-                lines[number] = f"{lines[number].partition(' = ')[0]} = {generator.choice(_VALUES)}"
-                text = "\n".join(lines)
-            case 0:
-                text = text[:at] + chr(generator.randrange(1, 256)) + text[at + 1 :]
-            case 1:
-                text = text[:at] + text[end:]
-            case 2:
-                text = text[:end] + text[at:]
-            case 3:
-                text = text[:at] + generator.choice(_TOKENS) + text[at:]
-            case 4:
-                text = text[:at] + generator.choice(_TOKENS) + text[end:]
-            case _:
-                text = text[:at]
-    return text
-
-
-def with_value_changed(tree: Any, generator: random.Random) -> Any:
-    """The same JSON with one value replaced by one of another type, or left out."""
-    values = (
-        None,
-        True,
-        -1,
-        0,
-        1,
-        1.5,
-        10**25,
-        float("nan"),
-        float("inf"),
-        "",
-        "x",
-        "0:0",
-        [],
-        {},
-        [[]],
-        [None],
-        {"a": 1},
-        10**400,
-        -(2**63),
-        1e308,
-        "\ud800",
-        "\x1b[2J\n",
-        "x" * 5000,
-        json.loads("[" * 200 + "]" * 200),
-    )
-    if isinstance(tree, dict) and tree and generator.random() < 0.9:
-        key = generator.choice(list(tree))
-        if generator.random() < 0.1:
-            return {name: value for name, value in tree.items() if name != key}
-        return {**tree, key: with_value_changed(tree[key], generator)}
-    if isinstance(tree, list) and tree and generator.random() < 0.9:
-        index = generator.randrange(len(tree))
-        return [*tree[:index], with_value_changed(tree[index], generator), *tree[index + 1 :]]
-    return generator.choice(values)
 
 
 @dataclass(frozen=True)
@@ -171,14 +74,6 @@ class Reader:
     @property
     def cases(self) -> int:
         return int(CASES * self.share)
-
-
-def changed_json(text: str, generator: random.Random) -> str:
-    """JSON, or one of its lines if they are JSON each, with one value changed."""
-    lines = [text] if text.startswith("{\n") or text.count("\n") < 2 else text.splitlines()
-    at = generator.randrange(len(lines))
-    lines[at] = json.dumps(with_value_changed(json.loads(lines[at]), generator))
-    return "\n".join(lines)
 
 
 def _file(text: str, path: Path) -> str:

@@ -28,8 +28,6 @@ from stagewright.errors import UserError
 
 Make = Callable[[Tensor, Tensor], Fields]  # images and labels of a batch, on their device, to its fields
 Made = tuple[dict[int, tuple[BadRecord, ...]], Fields, torch.cuda.Event | None]  # bad records; fields, then there
-    dict[int, tuple[BadRecord, ...]], Fields, torch.cuda.Event | None
-]  # bad records; fields, once that is over
 
 
 class Loader(Protocol):

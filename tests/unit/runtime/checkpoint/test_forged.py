@@ -23,8 +23,7 @@ from stagewright.runtime.checkpoint.folder import list_folders, newest_intact, o
 from tests.commands import fails, prints
 from tests.limits import cpu_time, more_memory
 from tests.models import CLASSES, SIDE
-from tests.unit.data.test_fuzz import mutated, with_header_length
-from tests.unit.test_fuzz_readers import with_value_changed
+from tests.mutations import mutated, with_header_length, with_value_changed
 
 CASES = int(os.environ.get("STAGEWRIGHT_READER_FUZZ", "400")) // 50
 _MOST_MEMORY = 2 * 2**30
@@ -51,22 +50,12 @@ def run(whole: Path, tmp_path: Path) -> Path:
 
 def commands(run: Path) -> list[list[str]]:
     newest, out = str(run / "checkpoints/4"), str(run / "w.safetensors")
+    resume = ["train", "--resume", newest, "--steps", "5", "--emulate", "--runs", str(run.parent / "new")]
     return [
         *(["checkpoint", action, str(run)] for action in ("list", "verify", "show")),
         ["checkpoint", "export", newest, out],
-        ["train", "--resume", newest, "--steps", "5", "--emulate", "--runs", str(run.parent / "new")],
-        [
-            "train",
-            "--resume",
-            newest,
-            "--steps",
-            "5",
-            "--placement",
-            "0:0.0:1",
-            "--emulate",
-            "--runs",
-            str(run.parent / "new"),
-        ],
+        resume,
+        [*resume, "--placement", "0:0.0:1"],
     ]
 
 
