@@ -27,11 +27,10 @@ from stagewright.data.formats.fields import Fields as Fields
 from stagewright.data.formats.fields import cast as cast
 from stagewright.data.formats.fields import only_pair as only_pair
 from stagewright.data.formats.records import BadRecord, BadRecordError, DataError, Records, require_limit
-from stagewright.data.labels import Labels
+from stagewright.data.labels import Labels, open_table
 from stagewright.data.order import AugmentSeed, Indices
 from stagewright.data.own import DatasetSource
 from stagewright.data.segmentation import MaskLabels
-from stagewright.data.table import open_table
 from stagewright.errors import UserError, is_out_of_memory
 from stagewright.metrics import GIB, IMAGES, ThroughputUnit
 from stagewright.objects import load_callable
