@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NoReturn
 
 from stagewright.cli.command.options import add_option, one_of, take
-from stagewright.cli.command.screen import command_screen, epilog, filled, help_formatter
+from stagewright.cli.command.screen import filled, help_formatter, listed_examples
 from stagewright.config.commands import REMOVED, Taken, with_defaults
 from stagewright.config.sections import RENAMED
 from stagewright.errors import did_you_mean, nearest, printable
@@ -124,40 +124,48 @@ class Command:
         has_json = any(option.flag == "--json" for option in self.options)
         return self.options if has_json or not self.has_json else (*self.options, *take("--json"))
 
-    @property
-    def described(self) -> dict[str, Any]:
-        """What argparse shows beside the options."""
-        own, dashes, rest = self.usage.partition("[-- ")  # options come before what belongs to somebody else
-        words = ("stagewright", self.name, own.strip(), "[options]" * bool(self.takes), dashes + rest)
-        return {
-            "usage": " ".join(filter(None, words)),
-            "description": self.description or f"{self.help[0].upper()}{self.help[1:]}.",
-        }
+    def screen(self) -> str:
+        """What `--help` prints: all of its options where they are few, else those that people use most."""
+        first = self.first.split()
+        shown = [option for flag in first for option in self.takes if option.flag == flag] or self.takes
+        more = f"stagewright {self.name} --help-all shows all {len(self.takes)} options."
+        parser = ArgumentParser(add_help=False, **self._described(*[more] * (len(shown) < len(self.takes))))
+        self._fill(parser, shown, has_groups=not first)
+        return parser.format_help()
 
     def add_to(self, commands: Any, above: Parser) -> None:
         """Add this command to what `add_subparsers` of the parser above returned."""
         name = self.name.split()[-1]
-        parser = commands.add_parser(
-            name,
-            help=self.help,
-            epilog=epilog(self),
-            formatter_class=help_formatter,
-            **self.described | {"description": filled(self.described["description"])},
-        )
-        above.parsers[name] = parser
+        above.parsers[name] = parser = commands.add_parser(name, help=self.help, **self._described())
         parser.set_defaults(command=self)
-        parser.screen = lambda: command_screen(self)
+        parser.screen = self.screen
+        self._fill(parser, self.takes)
+        parser.flags += [flag for option in self.takes for flag in option.flags]
+
+    def _described(self, *more: str) -> dict[str, Any]:
+        """What argparse shows beside arguments and options; `more` follows them."""
+        own, dashes, rest = self.usage.partition("[-- ")  # options come before what belongs to somebody else
+        words = ("stagewright", self.name, own.strip(), "[options]" * bool(self.takes), dashes + rest)
+        below = (listed_examples(self.examples) if self.examples else "", self.epilog, *more)
+        return {
+            "usage": " ".join(filter(None, words)),
+            "description": filled(self.description or f"{self.help[0].upper()}{self.help[1:]}."),
+            "epilog": "\n\n".join(filter(None, below)),
+            "formatter_class": help_formatter,
+        }
+
+    def _fill(self, parser: ArgumentParser, shown: Sequence[Taken], *, has_groups: bool = True) -> None:
         for argument in self.arguments:
-            argument_type = {"type": one_of(argument.choices)} if argument.choices else {}
+            kind = {"type": one_of(argument.choices)} if argument.choices else {}
             parser.add_argument(
-                argument.name, metavar=argument.metavar, help=argument.help, nargs=argument.count, **argument_type
+                argument.name, metavar=argument.metavar, help=argument.help, nargs=argument.count, **kind
             )
         groups: dict[str, Any] = {"": parser}
-        for option in self.takes:
-            if option.group not in groups:
-                groups[option.group] = parser.add_argument_group(option.group)
-            add_option(option, groups[option.group])
-            parser.flags += option.flags
+        for option in shown:
+            heading = option.group if has_groups else ""
+            if heading not in groups:
+                groups[heading] = parser.add_argument_group(heading)
+            add_option(option, groups[heading])
 
     def complete(self, parsed: argparse.Namespace) -> None:
         """Fill in the defaults of options that were not given, and check bounds and rules.

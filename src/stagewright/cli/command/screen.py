@@ -6,51 +6,8 @@ import argparse
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
-
-from stagewright.cli.command.options import add_option
 
 _NAME = 12  # columns of a command's name
-
-
-class _Command(Protocol):
-    """What a screen shows of a command."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def arguments(self) -> Sequence[Any]: ...
-    @property
-    def takes(self) -> Sequence[Any]: ...
-    @property
-    def epilog(self) -> str: ...
-    @property
-    def first(self) -> str: ...
-    @property
-    def examples(self) -> Sequence[str]: ...
-    @property
-    def described(self) -> Mapping[str, Any]: ...
-
-
-def command_screen(command: _Command) -> str:
-    """What `--help` of a command prints: all of its options where they are few, else those that people use most."""
-    first = command.first.split()
-    shown = [option for flag in first for option in command.takes if option.flag == flag] or command.takes
-    parser = argparse.ArgumentParser(
-        add_help=False,
-        epilog=epilog(command, len(shown)),
-        formatter_class=help_formatter,
-        **{**command.described} | {"description": filled(command.described["description"])},
-    )
-    for argument in command.arguments:
-        parser.add_argument(argument.name, metavar=argument.metavar, help=argument.help, nargs=argument.count)
-    groups: dict[str, Any] = {"": parser}
-    for option in shown:
-        heading = "" if first else option.group
-        if heading not in groups:
-            groups[heading] = parser.add_argument_group(heading)
-        add_option(option, groups[heading])
-    return parser.format_help()
 
 
 def first_screen(usage: str, areas: Mapping[str, Mapping[str, str]], examples: Sequence[str]) -> str:
@@ -59,7 +16,7 @@ def first_screen(usage: str, areas: Mapping[str, Mapping[str, str]], examples: S
     for area, commands in areas.items():
         lines.append(f"{area}:")
         lines += _rows(commands)
-    lines += ["", _examples(examples), "", "stagewright COMMAND --help shows how a command is used."]
+    lines += ["", listed_examples(examples), "", "stagewright COMMAND --help shows how a command is used."]
     return "\n".join(lines) + "\n"
 
 
@@ -82,16 +39,8 @@ def help_formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, width=_width())
 
 
-def epilog(command: _Command, shown: int | None = None) -> str:
-    """What follows the options: examples, and where not all options are shown, how to see them."""
-    parts = [_examples(command.examples)] if command.examples else []
-    parts += [command.epilog] if command.epilog else []
-    if shown is not None and shown < len(command.takes):
-        parts.append(f"stagewright {command.name} --help-all shows all {len(command.takes)} options.")
-    return "\n\n".join(parts)
-
-
-def _examples(examples: Sequence[str]) -> str:
+def listed_examples(examples: Sequence[str]) -> str:
+    """Command lines below their heading."""
     return "\n".join(("examples:", *(f"  stagewright {example}" for example in examples)))
 
 
