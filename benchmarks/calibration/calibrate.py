@@ -26,7 +26,7 @@ from benchmarks.calibration.rows import SPLITS, known_rows, split_by_source
 from stagewright.cluster.catalog import read_catalog, shipped
 from stagewright.cluster.specs import HALF, Catalog
 from stagewright.hardware.rows import Row
-from stagewright.planning.evidence import Evidence, bounds, worst
+from stagewright.planning.compare import Evidence, bounds, worst
 
 Array = Any  # a numpy array
 Progress = Callable[[str], None]

@@ -82,7 +82,7 @@ ALLOWED: dict[str, set[str]] = {
 # Modules that import less than their folder.
 ALONE = {
     "plan.plan": {"cluster", "config.modes", "errors"},
-    "profile.profile": {"errors", "files"},
+    "profile.profile": {"errors", "events", "files"},
     "run.folder": {"errors", "files"},
 }
 WITH_TORCH = {

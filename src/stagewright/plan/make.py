@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 from stagewright.cluster.placement import Placement, parse_placement
 from stagewright.cluster.topology import Cluster
@@ -21,66 +20,61 @@ MOST_MICROBATCHES = 2**14
 PLAN_FORMAT = "stagewright-plan-2"  # files of format 1 hold the plan alone, without a format
 
 
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """The plan in a plan file, as `Plan.describe` writes it."""
+
+    mode: str
+    placement: str
+    cuts: tuple[str, ...]
+    batch: int
+    microbatches: int
+    versions: tuple[int, ...]
+    depths: tuple[int, ...]
+    ties: tuple[Tie, ...] = ()  # none where no stage shares a parameter with another
+
+
 def read_plan(text: str, where: str, cluster: Cluster | None = None) -> Plan:
     """The plan of a plan file, which `Plan.describe` wrote."""
-    content = _read_choices(text, where)
-    mode = Mode(content["mode"])
+    saved = _read_file(text, where)
+    if saved.mode not in list(Mode):
+        raise UserError(f"plan {where}: unknown mode '{saved.mode}'; known: {', '.join(Mode)}")
+    mode = Mode(saved.mode)
     plan = make_plan(
-        parse_placement(str(content["placement"]), cluster),
-        batch=content["batch"],
-        microbatches=content["microbatches"],
+        parse_placement(saved.placement, cluster),
+        batch=saved.batch,
+        microbatches=saved.microbatches,
         mode=mode,
-        versions=content["versions"] if mode.preset.has_staleness else None,
-        depths=content["depths"],
-        cuts=[str(cut) for cut in _as_list(content["cuts"])],
-        tied=_read_ties(content.get("ties", []), where),
+        versions=saved.versions if mode.preset.has_staleness else None,
+        depths=saved.depths,
+        cuts=saved.cuts,
+        tied=[parameter for tie in saved.ties for parameter in tie.parameters],
     )
-    given, own = content["versions"], [stage.versions for stage in plan.stages]
-    if given != own:
+    own = tuple(stage.versions for stage in plan.stages)
+    if saved.versions != own:
         raise UserError(
-            f"plan {where}: versions {_join(given)} are not those of mode {mode}, {_join(own)}; use mode stale"
+            f"plan {where}: versions {_join(saved.versions)} are not those of mode {mode}, {_join(own)}; use mode stale"
         )
     return plan
 
 
-def _read_choices(text: str, where: str) -> dict[str, Any]:
-    """A plan file's entries, with their types checked."""
+def _read_file(text: str, where: str) -> PlanFile:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"plan {where} is not JSON: {error}") from error
-    if isinstance(content, dict) and content.get("format", PLAN_FORMAT) != PLAN_FORMAT:
-        raise UserError(
-            f"plan {where} has format {str(content['format'])[:40]!r} but this version reads {PLAN_FORMAT}; "
-            "write one with stagewright plan MODEL -o FILE"
-        )
-    if isinstance(content, dict) and isinstance(content.get("plan"), dict):
-        content = content["plan"]
-    known = {"mode", "placement", "cuts", "batch", "microbatches", "versions", "depths"}
-    if not isinstance(content, dict) or not known <= content.keys():
-        missing = sorted(known - (content.keys() if isinstance(content, dict) else set()))
-        raise UserError(f"plan {where} lacks {', '.join(missing)}; write one with stagewright plan MODEL -o FILE")
-    numbers = [content["batch"], content["microbatches"], *_as_list(content["versions"]), *_as_list(content["depths"])]
-    if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-        raise UserError(f"plan {where}: batch, microbatches, versions and depths are whole numbers")
-    if content["mode"] not in [str(mode) for mode in Mode]:
-        raise UserError(f"plan {where}: unknown mode '{content['mode']}'; known: {', '.join(map(str, Mode))}")
-    return content
-
-
-def _read_ties(content: object, where: str) -> list[TiedParameter]:
-    """The tied parameters of a plan file, which has none where no stage shares a parameter with another."""
-    if not isinstance(content, list):
-        raise UserError(f"plan {where}: 'ties' is not a list; write a plan with stagewright plan MODEL -o FILE")
+    if isinstance(content, dict):
+        if content.get("format", PLAN_FORMAT) != PLAN_FORMAT:
+            raise UserError(
+                f"plan {where} has format {str(content['format'])[:40]!r} but this version reads {PLAN_FORMAT}; "
+                "write one with stagewright plan MODEL -o FILE"
+            )
+        content = content["plan"] if isinstance(content.get("plan"), dict) else content
+        content = {field.name: content[field.name] for field in fields(PlanFile) if field.name in content}
     try:
-        found = [build(Tie, entry) for entry in content]
+        return build(PlanFile, content)
     except DecodeError as error:
-        raise UserError(f"plan {where}: ties: {error}; write one with stagewright plan MODEL -o FILE") from error
-    return [parameter for tie in found for parameter in tie.parameters]
-
-
-def _as_list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else [None]
+        raise UserError(f"plan {where}: {error}; write one with stagewright plan MODEL -o FILE") from error
 
 
 def make_plan(

@@ -6,14 +6,13 @@ Sizes between the measured ones are interpolated; a size outside them is refused
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from stagewright.errors import UserError
+from stagewright.events import DecodeError, build
 from stagewright.files import read_text, write_text
 
 FORMAT = "stagewright-profile-1"
@@ -97,7 +96,7 @@ class Transfer:
 class Ceilings:
     """The peak rates of the device, measured together with the units."""
 
-    matrix: dict[str, float]  # operations per second, by precision
+    matrix: Mapping[str, float]  # operations per second, by precision
     copy: float  # bytes per second, reads and writes counted
     update: float  # bytes of weights per second that the optimizer updates
     reduce: float | None = None  # bytes of gradients per second in an all-reduce of two ranks
@@ -211,16 +210,9 @@ def read_profile(path: str | Path) -> Profile:
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise UserError(f"profile {path} is not a {FORMAT} file; make one with stagewright profile")
     try:
-        profile = TypeAdapter(Profile).validate_python(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(f"profile {path}: {place}: {first['msg']}; profile again") from error
-    _check(profile, path)
-    return profile
-
-
-def _check(profile: Profile, path: str | Path) -> None:
+        profile = build(Profile, content)
+    except DecodeError as error:
+        raise UserError(f"profile {path}: {error}; profile again") from error
     if not profile.tables or not all(table.units for table in profile.tables):
         raise UserError(f"profile {path} has no units; profile again")
     names = [unit.name for unit in profile.tables[0].units]
@@ -230,9 +222,9 @@ def _check(profile: Profile, path: str | Path) -> None:
         if table.samples < 1:
             raise UserError(f"profile {path} has a table of {table.samples} samples; it must be at least 1")
         for unit in table.units:
-            numbers = [getattr(unit, name) for name in (*_SECONDS, "parameters", "frozen", *_BYTES)]
-            if not all(0 <= number < float("inf") for number in numbers):
-                raise UserError(f"profile {path}: unit '{unit.name}' has a negative or infinite number; profile again")
+            if min(unit.forward, unit.backward) < 0:
+                raise UserError(f"profile {path}: unit '{unit.name}' takes less than no time; profile again")
+    return profile
 
 
 def _between(below: Table, above: Table, samples: int) -> Table:

@@ -29,7 +29,7 @@ from benchmarks.calibration.published import predict_run, published_pairs, publi
 from benchmarks.calibration.reading import Reading, read_row, row_rate
 from benchmarks.calibration.rows import SPLITS, Row, known_rows
 from stagewright.cluster.catalog import shipped
-from stagewright.planning.evidence import Evidence
+from stagewright.planning.compare import Evidence
 from tests.shared import shared_file
 
 TIMM = "huggingface/pytorch-image-models results/benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv"

@@ -267,10 +267,10 @@ REST = '"placement": "0:0", "cuts": [], "microbatches": 1, "versions": [1], "dep
     ("content", "words"),
     [
         ("{", ["not JSON"]),
-        ("{}", ["lacks", "batch"]),
-        ('{"mode": "fast"}', ["lacks"]),
+        ("{}", ["PlanFile lacks"]),
+        ('{"mode": "fast"}', ["PlanFile lacks"]),
         (f'{{"mode": "x", "batch": 8, {REST}}}', ["unknown mode 'x'"]),
-        (f'{{"mode": "dp", "batch": "8", {REST}}}', ["whole numbers"]),
+        (f'{{"mode": "dp", "batch": "8", {REST}}}', ["batch", "is not int"]),
         (f'{{"mode": "dp", "batch": -8, {REST}}}', ["-8"]),
     ],
 )

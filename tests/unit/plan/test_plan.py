@@ -296,7 +296,7 @@ def test_a_plan_file_keeps_its_ties_and_may_have_none() -> None:
     assert read_plan(json.dumps(described), "file") == plan
     described.pop("ties")
     assert read_plan(json.dumps(described), "file").ties == ()
-    with pytest.raises(UserError, match=r"plan file: ties: Tie\.parameters"):
+    with pytest.raises(UserError, match=r"plan file: PlanFile\.ties: Tie\.parameters"):
         read_plan(json.dumps(described | {"ties": [{"stages": [0, 1], "parameters": "w"}]}), "file")
     with pytest.raises(UserError, match="stages 0, 5 share 'w', but the plan has 3 stages"):
         ties = [{"stages": [0, 5], "parameters": [{"names": ["w"], "homes": [0, 5], "size": 1}]}]

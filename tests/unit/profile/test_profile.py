@@ -64,7 +64,7 @@ def test_rejects_the_profile_of_another_model() -> None:
         ("{", "not JSON"),
         ("[]", "stagewright profile"),
         ('{"format": "stagewright-profile-0"}', "stagewright profile"),
-        ('{"format": "stagewright-profile-1", "model": 3}', "model"),
+        ('{"format": "stagewright-profile-1", "model": 3}', "Profile lacks"),
         ("[" * 100_000, "not JSON"),
     ],
 )
