@@ -135,43 +135,38 @@ class Echo:
         self._back = network.transport(ChannelName("grad", size, target, source), 1)
         self._is_source = rank == source
         self._sent = torch.arange(size, device=device.device).remainder(251).to(torch.uint8)
-        self._tensor = self._sent.clone() if self._is_source else torch.zeros_like(self._sent)
-        is_staged = self._tensor.is_cuda and isinstance(network, GlooNetwork)
-        self._buffer = torch.zeros(size, dtype=torch.uint8, pin_memory=True) if is_staged else self._tensor
+        self._received = torch.zeros_like(self._sent)
+        is_staged = self._sent.is_cuda and isinstance(network, GlooNetwork)
+        self._buffer = torch.zeros(size, dtype=torch.uint8, pin_memory=True) if is_staged else None
 
     def __str__(self) -> str:
         return self._name
 
     def is_right(self) -> bool:
         """Whether the message arrives as it was sent, there and back."""
-        if self._is_source:
-            self._send(self._there)
-            self._tensor.zero_()
-            self._receive(self._back)
-        else:
-            self._receive(self._there)
-            self._send(self._back)
-        return torch.equal(self._tensor, self._sent)
+        self._received.zero_()
+        self.round_trip()
+        return torch.equal(self._received, self._sent)
 
     def round_trip(self) -> None:
         if self._is_source:
-            self._send(self._there)
+            self._send(self._there, self._sent)
             self._receive(self._back)
         else:
             self._receive(self._there)
-            self._send(self._back)
+            self._send(self._back, self._received)
 
-    def _send(self, transport: Transport) -> None:
-        if self._buffer is not self._tensor:
-            self._buffer.copy_(self._tensor)
-        transport.send(self._buffer).wait()
-        _synchronize(self._tensor)
+    def _send(self, transport: Transport, tensor: Tensor) -> None:
+        if self._buffer is not None:
+            self._buffer.copy_(tensor)
+        transport.send(tensor if self._buffer is None else self._buffer).wait()
+        _synchronize(tensor)
 
     def _receive(self, transport: Transport) -> None:
-        transport.receive(self._buffer).wait()
-        if self._buffer is not self._tensor:
-            self._tensor.copy_(self._buffer)
-        _synchronize(self._tensor)
+        transport.receive(self._received if self._buffer is None else self._buffer).wait()
+        if self._buffer is not None:
+            self._received.copy_(self._buffer)
+        _synchronize(self._received)
 
 
 def is_sum_right(collective: Collective, rank: int, world: int, device: torch.device) -> bool:

@@ -77,11 +77,10 @@ class Session:
             self.begin()
             for _ in self.train(self.job.batches):
                 pass
-            for worker in self.workers:
-                worker.recorder.save()
-                worker.saver.close()
-        finally:
+        except BaseException:
             self._stop_loading()
+            raise
+        self.close()
 
     def begin(self) -> None:
         """Make replicas equal, before the first batch."""
