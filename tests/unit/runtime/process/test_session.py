@@ -33,16 +33,21 @@ def open_session(case: Case, folder: Path) -> tuple[Session, list[Event]]:
     return session, events
 
 
+def assert_trained(session: Session, case: Case) -> None:
+    """The weights of a session are those of the reference after all steps."""
+    weights = session.weights()
+    assert session.done == case.steps
+    for name, tensor in refer(case).weights.items():
+        assert torch.allclose(weights[name], tensor, rtol=1e-10, atol=1e-12), name
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_loop_sees_the_reference_s_losses_and_leaves_its_weights(case: Case, tmp_path: Path) -> None:
     session, _ = open_session(case, tmp_path)
     losses = [(done.batch, done.loss()) for done in session.train(case.steps)]
-    expected = refer(case)
-    assert [batch for batch, _ in losses] == list(range(case.steps)) and session.done == case.steps
-    assert [loss for _, loss in losses] == pytest.approx(expected.losses, rel=1e-10)
-    weights = session.weights()
-    for name, tensor in expected.weights.items():
-        assert torch.allclose(weights[name], tensor, rtol=1e-10, atol=1e-12), name
+    assert [batch for batch, _ in losses] == list(range(case.steps))
+    assert [loss for _, loss in losses] == pytest.approx(refer(case).losses, rel=1e-10)
+    assert_trained(session, case)
 
 
 def test_the_loader_of_an_epoch_is_closed_when_the_next_one_begins(tmp_path: Path) -> None:
@@ -71,9 +76,7 @@ def test_leaving_the_loop_trains_what_was_begun_and_the_next_loop_continues(case
     assert session.done == 3 + lag
     rest = [done.batch for done in session.train(case.steps)]
     assert rest == list(range(3 + lag, case.steps))
-    weights = session.weights()
-    for name, tensor in refer(case).weights.items():
-        assert torch.allclose(weights[name], tensor, rtol=1e-10, atol=1e-12), name
+    assert_trained(session, case)
 
 
 def test_losses_have_the_same_bits_on_every_rank(tmp_path: Path) -> None:
@@ -132,10 +135,8 @@ def test_batches_may_come_one_by_one(case: Case, tmp_path: Path) -> None:
             feed.given += 1
         else:
             feed.is_over = True
-    assert seen == list(range(case.steps)) and session.done == case.steps
-    weights = session.weights()
-    for name, tensor in refer(case).weights.items():
-        assert torch.allclose(weights[name], tensor, rtol=1e-10, atol=1e-12), name
+    assert seen == list(range(case.steps))
+    assert_trained(session, case)
 
 
 @pytest.mark.parametrize("case", CASES[:5], ids=str)
@@ -147,10 +148,8 @@ def test_a_checkpoint_in_the_loop_drains_and_the_loop_sees_every_batch(case: Cas
         if done.batch == 2:
             session.drain()
             assert session.done == min(case.steps, 2 + max(case.num_versions))
-    assert seen == list(range(case.steps)) and session.done == case.steps
-    weights = session.weights()
-    for name, tensor in refer(case).weights.items():
-        assert torch.allclose(weights[name], tensor, rtol=1e-10, atol=1e-12), name
+    assert seen == list(range(case.steps))
+    assert_trained(session, case)
 
 
 def test_what_the_script_draws_is_its_own(tmp_path: Path) -> None:
