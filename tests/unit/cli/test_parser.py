@@ -159,4 +159,5 @@ def test_a_file_gives_what_it_changes_and_a_flag_whatever_it_is(tmp_path: Path) 
 
 def test_options_of_run_come_before_those_of_the_script() -> None:
     """What follows -- belongs to the script."""
-    assert COMMANDS_BY_NAME["run"].described["usage"] == "stagewright run SCRIPT [options] [-- ARGUMENT ...]"
+    usage = COMMANDS_BY_NAME["run"].screen().partition("\n")[0]
+    assert usage == "usage: stagewright run SCRIPT [options] [-- ARGUMENT ...]"

@@ -156,10 +156,9 @@ class Command:
 
     def _fill(self, parser: ArgumentParser, shown: Sequence[Taken], *, has_groups: bool = True) -> None:
         for argument in self.arguments:
-            kind = {"type": one_of(argument.choices)} if argument.choices else {}
-            parser.add_argument(
-                argument.name, metavar=argument.metavar, help=argument.help, nargs=argument.count, **kind
-            )
+            about: dict[str, Any] = {"metavar": argument.metavar, "help": argument.help, "nargs": argument.count}
+            about |= {"type": one_of(argument.choices)} if argument.choices else {}
+            parser.add_argument(argument.name, **about)
         groups: dict[str, Any] = {"": parser}
         for option in shown:
             heading = option.group if has_groups else ""
