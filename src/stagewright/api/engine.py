@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -50,7 +50,7 @@ from stagewright.run.export import export_states, require_target
 from stagewright.run.folder import WEIGHTS_FILE
 from stagewright.run.prepare import planned
 from stagewright.run.resume import resumed_config
-from stagewright.run.script import OPTIONS, Local, OneLineErrors, Ranks, is_launched, launch_script
+from stagewright.run.script import OPTIONS, Local, OneLineErrors, is_launched, launch_script
 from stagewright.runtime.checkpoint.folder import checkpoints_folder
 from stagewright.runtime.script.rank import ScriptRank, is_rank
 from stagewright.runtime.script.rates import Panel, ScriptRates
@@ -98,10 +98,22 @@ class Engine:
         if not isinstance(model, nn.Module):
             raise UserError(f"Engine trains an nn.Module, not a {type(model).__name__}; give the model itself")
         Engine.made += 1
-        self._made_at = where_called()
-        self._request = _Request(model, loss, optimizer, scheduler, plan, dict(known_options(options, Engine)))
-        self._given = self._request.given
+        self._given = Given()
         weakref.finalize(self, self._given.close).atexit = False  # what the script gave is forgotten with the engine
+        self._model = model
+        self._made_at = where_called()
+        is_auto = isinstance(plan, str) and plan == AUTO
+        self._names = {
+            "model": self._given.model(model),
+            "loss": None if loss is None else self._given.loss(loss),
+            "optimizer": None if optimizer is None else self._given.optimizer(optimizer),
+            "plan": None if is_auto else self._given.file(plan),
+        }
+        self._options = {**known_options(options, Engine), **({"placement": AUTO} if is_auto else {})}
+        self._batch: int | None = self._options.pop("batch", None)
+        _require_no_loop(self._options)
+        self._rates = _make_rates(model, optimizer if callable(optimizer) else None, scheduler)
+        self._rank = _joined(self._names) if is_rank() else None  # that this process was started for
         self._run: OpenRun | None = None  # from the first use on
         self._loop: weakref.ref[Generator[Step]] | None = None  # the last one over an epoch; leaving it ends it
         self._said: set[str] = set()
@@ -113,17 +125,19 @@ class Engine:
     @property
     def is_main(self) -> bool:
         """Whether this process is the one to print and to write; exactly one is."""
-        return self._request.is_main if self._run is None else self._run.ranks.is_main
+        if self._run is not None or self._rank is not None:
+            return self._rank is None or self._rank.is_main
+        return not _will_launch(self._config("synthetic", self._batch or 1))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The script's optimizer, to set rates and to make schedulers of; what is set acts from the next batch on."""
-        if self._request.rates is None:
+        if self._rates is None:
             raise UserError(
                 "engine.optimizer needs an optimizer of the script's own; give optimizer=lambda params: "
                 "torch.optim.SGD(params, lr=0.1)"
             )
-        return self._request.rates.panel.optimizer
+        return self._rates.panel.optimizer
 
     @property
     def plan(self) -> Plan:
@@ -150,7 +164,7 @@ class Engine:
         data: a map-style Dataset, a name of a source, or any iterable of batches, such as a DataLoader.
         """
         self._leave_loop()
-        loop = self._steps(data, batch or self._request.batch, collate, where_called())
+        loop = self._steps(data, batch or self._batch, collate, where_called())
         self._loop = weakref.ref(loop)
         return loop
 
@@ -193,7 +207,7 @@ class Engine:
         where = where_called()
         self.wait()
         name = self._given.data(data, collate)
-        run, text = self._begin(name, self._request.batch), "auto" if metrics is None else self._given.metrics(metrics)
+        run, text = self._begin(name, self._batch), "auto" if metrics is None else self._given.metrics(metrics)
         return run.evaluate(name, text, where)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -215,7 +229,7 @@ class Engine:
             if not file.is_file():
                 raise UserError(f"{file}, which the main process has written, is not here; share the folder of runs=")
             run.load_model(load_file(file))
-        return self._request.model
+        return self._model
 
     def checkpoint(self) -> Path:
         """Save everything that a resume needs; it is written while training continues."""
@@ -258,14 +272,41 @@ class Engine:
         if self._is_closed or (self._run is not None and self._run.is_ended):
             raise UserError("this Engine is closed; make a new one, with resume=RUN to continue its run")
         if self._run is None:
-            request, voice = self._request, Voice(self._say_once, self._say_once)
-            ranks = request.ranks(source, batch, voice)
+            voice = Voice(self._say_once, self._say_once)
+            ranks = self._rank or self._ranks(source, batch, voice)
             try:
-                self._run = OpenRun(ranks, request.model, request.rates, self._made_at, voice)
+                self._run = OpenRun(ranks, self._model, self._rates, self._made_at, voice)
             except BaseException as error:
                 ranks.abandon(error)
                 raise
         return self._run
+
+    def _ranks(self, source: str, batch: int | None, voice: Voice) -> Local:
+        """All ranks, in this process; or this process becomes the launcher of the ranks, and ends with them."""
+        if batch is None:
+            raise UserError(
+                "the size of a batch is not known yet; give batch= to Engine or to the first epoch, and a list of "
+                "batches as iter(batches)"
+            )
+        config = self._config(source, batch)
+        given = config if is_launched(config) else planned(config, voice)
+        if _will_launch(given if isinstance(given, Config) else given.config):
+            launch_script(given)
+        return Local(given)
+
+    def _config(self, source: str, batch: int) -> Config:
+        named: dict[str, Any] = {keyword: value for keyword, value in self._names.items() if value is not None}
+        given = _given_to_run()
+        if "plan" not in named and "file" not in given.get("plan", {}):  # a plan file has its own batch
+            named["batch"] = batch
+        if "resume" not in self._options and "resume" not in given.get("run", {}):  # a resumed run has its own
+            named["precision"] = "fp32"  # as scripts compute, unless they say
+            if OPTIONS not in os.environ and "plan" not in named:  # `stagewright run` places ranks as `train` does
+                named["placement"] = FIRST_DEVICE
+        options = dict(self._options)
+        if "file" in given.get("plan", {}) and options.get("placement") == AUTO:
+            del options["placement"]  # the plan file of `stagewright run` has one
+        return resumed_config(tables_of({**named, **options, "data": source}), given)
 
     def _begin_batches(self, batch: Any) -> OpenRun:
         """The run of a script that brings its own batches, of which this is one."""
@@ -294,96 +335,17 @@ class Engine:
             say(open_console(stderr=not is_rank()), f"stagewright: {line}")
 
 
-class _Request:
-    """The objects and options of an Engine."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Criterion | None,
-        optimizer: str | Callable[..., torch.optim.Optimizer] | None,
-        scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None,
-        plan: Any,
-        options: dict[str, Any],
-    ) -> None:
-        self.given = Given()
-        self.model = model
-        is_auto = isinstance(plan, str) and plan == AUTO
-        self._names = {
-            "model": self.given.model(model),
-            "loss": None if loss is None else self.given.loss(loss),
-            "optimizer": None if optimizer is None else self.given.optimizer(optimizer),
-            "plan": None if is_auto else self.given.file(plan),
-        }
-        self._options = options | ({"placement": AUTO} if is_auto else {})
-        self.batch: int | None = self._options.pop("batch", None)
-        self._require_no_loop()
-        self.rates = _make_rates(model, optimizer if callable(optimizer) else None, scheduler)
-        self._rank = self._joined() if is_rank() else None
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process will be the one to print and to write."""
-        if self._rank is not None:
-            return self._rank.is_main
-        return not self._will_launch(self._config("synthetic", self.batch or 1))
-
-    def ranks(self, source: str, batch: int | None, voice: Voice) -> Ranks:
-        """The ranks of this process; or this process becomes the launcher of the ranks, and ends with them."""
-        if self._rank is not None:
-            return self._rank
-        if batch is None:
+def _require_no_loop(options: Mapping[str, Any]) -> None:
+    """An error for an option that the script's own loop is instead of."""
+    for keyword, instead in _OF_THE_LOOP.items():
+        section, (name, *_) = next(iter(tables_of({keyword: None}).items()))
+        if name in _given_to_run().get(section, {}):
             raise UserError(
-                "the size of a batch is not known yet; give batch= to Engine or to the first epoch, and a list of "
-                "batches as iter(batches)"
+                f"an Engine takes no --{keyword.replace('_', '-')}, since the script has its own loop; {instead}, "
+                "or give an option of the script's own after --"
             )
-        config = self._config(source, batch)
-        given = config if is_launched(config) else planned(config, voice)
-        if self._will_launch(given if isinstance(given, Config) else given.config):
-            launch_script(given)
-        return Local(given)
-
-    def _joined(self) -> ScriptRank:
-        """The rank that this process was started for; its job names this script's objects."""
-        rank = ScriptRank()
-        sys.excepthook = OneLineErrors(sys.excepthook, rank.fail)
-        config = rank.job.config
-        for keyword, named in (("model", config.model), ("loss", config.loss), ("optimizer", config.optimizer)):
-            own = self._names[keyword]
-            if own is not None and objects.is_given(named.name):
-                objects.install({named.name.partition(":")[2]: objects.load_object(own, keyword)})
-        return rank
-
-    def _will_launch(self, config: Config) -> bool:
-        if config.run.emulate:
-            return False
-        return is_launched(config) or config.nodes.list is not None or _num_ranks(config) > 1
-
-    def _config(self, source: str, batch: int) -> Config:
-        named: dict[str, Any] = {keyword: value for keyword, value in self._names.items() if value is not None}
-        given = _given_to_run()
-        if "plan" not in named and "file" not in given.get("plan", {}):  # a plan file has its own batch
-            named["batch"] = batch
-        if "resume" not in self._options and "resume" not in given.get("run", {}):  # a resumed run has its own
-            named["precision"] = "fp32"  # as scripts compute, unless they say
-            if OPTIONS not in os.environ and "plan" not in named:  # `stagewright run` places ranks as `train` does
-                named["placement"] = FIRST_DEVICE
-        options = dict(self._options)
-        if "file" in given.get("plan", {}) and options.get("placement") == AUTO:
-            del options["placement"]  # the plan file of `stagewright run` has one
-        return resumed_config(tables_of({**named, **options, "data": source}), given)
-
-    def _require_no_loop(self) -> None:
-        """An error for an option that the script's own loop is instead of."""
-        for keyword, instead in _OF_THE_LOOP.items():
-            section, (name, *_) = next(iter(tables_of({keyword: None}).items()))
-            if name in _given_to_run().get(section, {}):
-                raise UserError(
-                    f"an Engine takes no --{keyword.replace('_', '-')}, since the script has its own loop; {instead}, "
-                    "or give an option of the script's own after --"
-                )
-            if keyword in self._options:
-                raise UserError(f"Engine takes no {keyword}=, since the script has its own loop; {instead}")
+        if keyword in options:
+            raise UserError(f"Engine takes no {keyword}=, since the script has its own loop; {instead}")
 
 
 def _make_rates(
@@ -400,6 +362,24 @@ def _make_rates(
     if not named:
         raise UserError(f"no parameter of {type(model).__name__} is trained: all have requires_grad=False")
     return ScriptRates(Panel(build_own(factory, named)), scheduler)
+
+
+def _joined(names: Mapping[str, str | None]) -> ScriptRank:
+    """The rank that this process was started for; its job names this script's objects."""
+    rank = ScriptRank()
+    sys.excepthook = OneLineErrors(sys.excepthook, rank.fail)
+    config = rank.job.config
+    for keyword, named in (("model", config.model), ("loss", config.loss), ("optimizer", config.optimizer)):
+        own = names[keyword]
+        if own is not None and objects.is_given(named.name):
+            objects.install({named.name.partition(":")[2]: objects.load_object(own, keyword)})
+    return rank
+
+
+def _will_launch(config: Config) -> bool:
+    if config.run.emulate:
+        return False
+    return is_launched(config) or config.nodes.list is not None or _num_ranks(config) > 1
 
 
 def _given_to_run() -> dict[str, dict[str, Any]]:

@@ -90,10 +90,6 @@ class Local:
         say(console, *headline(self.job))
         self._host: Host = self._stack.enter_context(hosted(made, voice, Console(quiet=True)))
 
-    @property
-    def is_main(self) -> bool:
-        return True
-
     def open(self, script: ScriptParts) -> Session:
         job, ledger = self.job, self._host.ledger
         self._stack.enter_context(preserved_flags([0] if job.config.run.device == "cuda" else []))

@@ -52,22 +52,6 @@ def make_engine(folder: Path, model: nn.Module | None = None, **options: Any) ->
     return Engine(model or make_model(), **options)
 
 
-def train(engine: Engine, epochs: int = 1) -> list[float]:
-    """The losses of some epochs."""
-    return [step.loss for _ in range(epochs) for step in engine.epoch(DATA, batch=BATCH)]
-
-
-def saved(engine: Engine) -> dict[str, Tensor]:
-    return load_file(engine.save(engine.folder / "saved.safetensors"))
-
-
-def train_by_options(folder: Path, **options: Any) -> stagewright.Result:
-    """The same model and data by `stagewright.train`."""
-    return stagewright.train(
-        make_model(), DATA, loss=nn.CrossEntropyLoss(), precision="fp64", batch=BATCH, runs=folder, **options
-    )
-
-
 def batches_of(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
     inputs, target = make_data()
     order = torch.from_numpy(permutation(0, epoch, SAMPLES).copy())
@@ -103,8 +87,8 @@ def test_a_loop_trains_what_a_plain_one_does(plan: dict[str, Any], tmp_path: Pat
     plain = make_model()
     expected = train_plainly(plain)
     with make_engine(tmp_path, **plan) as engine:
-        losses = train(engine, EPOCHS)
-        weights = saved(engine)
+        losses = [step.loss for _ in range(EPOCHS) for step in engine.epoch(DATA, batch=BATCH)]
+        weights = load_file(engine.save(tmp_path / "w.safetensors"))
     assert losses == pytest.approx(expected, rel=1e-12)
     assert_same(weights, plain.state_dict())
 
@@ -114,16 +98,20 @@ def test_an_uncut_model_is_itself_trained(tmp_path: Path) -> None:
     train_plainly(plain, 1)
     parameters = list(model.parameters())
     with make_engine(tmp_path, model) as engine:
-        train(engine)
+        for _ in engine.epoch(DATA, batch=BATCH):
+            pass
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     assert_same(model.state_dict(), plain.state_dict())
 
 
 def test_stages_with_lag_train_as_the_command_does(tmp_path: Path) -> None:
-    result = train_by_options(tmp_path, optimizer=make_optimizer, epochs=EPOCHS, **STAGES)
+    result = stagewright.train(
+        make_model(), DATA, loss=nn.CrossEntropyLoss(), optimizer=make_optimizer, precision="fp64", batch=BATCH,
+        epochs=EPOCHS, runs=tmp_path, **STAGES,
+    )  # fmt: skip
     with make_engine(tmp_path, **STAGES) as engine:
-        losses = train(engine, EPOCHS)
-        weights = saved(engine)
+        losses = [step.loss for _ in range(EPOCHS) for step in engine.epoch(DATA, batch=BATCH)]
+        weights = load_file(engine.save(tmp_path / "w.safetensors"))
     assert losses == [step.loss for step in result.steps]
     assert all(torch.equal(weights[name], tensor) for name, tensor in result.weights().items())
 
@@ -131,19 +119,19 @@ def test_stages_with_lag_train_as_the_command_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("plan", [{}, STAGES], ids=["alone", "stages"])
 def test_batches_may_come_from_a_loader_or_one_by_one(plan: dict[str, Any], tmp_path: Path) -> None:
     with make_engine(tmp_path, **plan) as engine:
-        expected = train(engine)
-        weights = saved(engine)
+        expected = [step.loss for step in engine.epoch(DATA, batch=BATCH)]
+        weights = load_file(engine.save(tmp_path / "w.safetensors"))
     given = [(inputs, target) for inputs, target in batches_of(0)]
     with make_engine(tmp_path, **plan) as engine:
         assert [step.loss for step in engine.epoch(iter(given))] == expected
-        assert_same(saved(engine), weights, 0)
+        assert_same(load_file(engine.save(tmp_path / "v.safetensors")), weights, 0)
     with make_engine(tmp_path, **plan) as engine:
         newest = [engine.step(batch) for batch in given]
         last = engine.wait()
         assert last is not None and last.loss == expected[-1] and engine.done == len(given)
         lag = max(stage.versions for stage in engine.plan.stages) - 1
         assert [None if step is None else step.batch for step in newest] == [None] * lag + list(range(len(given) - lag))
-        assert_same(saved(engine), weights, 0)
+        assert_same(load_file(engine.save(tmp_path / "u.safetensors")), weights, 0)
 
 
 def test_a_loader_leaves_out_a_last_batch_that_is_not_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +160,7 @@ def test_schedulers_act_from_the_next_batch_on(tmp_path: Path) -> None:
     with make_engine(tmp_path, scheduler=one_cycle) as engine:
         steps = [step for _ in range(EPOCHS) for step in engine.epoch(DATA, batch=BATCH)]
         assert [step.loss for step in steps] == pytest.approx(expected, rel=1e-12)
-        weights = saved(engine)
+        weights = load_file(engine.save(tmp_path / "w.safetensors"))
     assert_same(weights, plain.state_dict())
     optimizer = make_optimizer(make_model().parameters())
     schedule, rates = one_cycle(optimizer), []
@@ -185,13 +173,16 @@ def test_schedulers_act_from_the_next_batch_on(tmp_path: Path) -> None:
 
 def test_with_lag_a_rate_acts_on_the_same_update_of_every_stage(tmp_path: Path) -> None:
     """The rate falls behind batch 2: as in a run whose schedule says so."""
-    result = train_by_options(tmp_path, lr=0.1, epochs=EPOCHS, lr_schedule="step", lr_steps="3", lr_gamma=0.5, **STAGES)
+    result = stagewright.train(
+        make_model(), DATA, loss=nn.CrossEntropyLoss(), optimizer="sgd", lr=0.1, precision="fp64", batch=BATCH,
+        epochs=EPOCHS, runs=tmp_path, lr_schedule="step", lr_steps="3", lr_gamma=0.5, **STAGES,
+    )  # fmt: skip
     with make_engine(tmp_path, **STAGES) as engine:
         for _ in range(EPOCHS):
             for step in engine.epoch(DATA, batch=BATCH):
                 if step.batch == 2:
                     engine.optimizer.param_groups[0]["lr"] = 0.05
-        weights = saved(engine)
+        weights = load_file(engine.save(tmp_path / "w.safetensors"))
     assert_same(weights, result.weights())
 
 
@@ -211,8 +202,9 @@ def top1(outputs: Tensor, target: Tensor) -> Tensor:
 
 def test_evaluations_in_and_after_a_loop_change_no_bit(tmp_path: Path) -> None:
     with make_engine(tmp_path, **STAGES) as engine:
-        train(engine)
-        weights = saved(engine)
+        for _ in engine.epoch(DATA, batch=BATCH):
+            pass
+        weights = load_file(engine.save(tmp_path / "w.safetensors"))
         found = engine.evaluate(DATA, metrics={"right": top1})
     with make_engine(tmp_path, **STAGES) as engine:
         seen = []
@@ -221,7 +213,7 @@ def test_evaluations_in_and_after_a_loop_change_no_bit(tmp_path: Path) -> None:
             if step.batch == 1:
                 engine.evaluate(DATA)
         assert seen == [0, 1, 2, 3, 4]
-        assert_same(saved(engine), weights, 0)
+        assert_same(load_file(engine.save(tmp_path / "v.safetensors")), weights, 0)
     model = make_model().double()
     model.load_state_dict(weights)
     inputs, target = make_data()
@@ -247,13 +239,13 @@ def test_a_resumed_script_sees_its_steps_again_and_ends_with_the_same_bits(
 
     with make_engine(tmp_path, **plan) as engine:
         expected = script(engine, stops=False)
-        weights = saved(engine)
+        weights = load_file(engine.save(tmp_path / "w.safetensors"))
     with make_engine(tmp_path, checkpoint_every=6, **plan) as engine:  # behind the first evaluation
         script(engine, stops=True)
         run = engine.folder
     with make_engine(tmp_path, resume=run, **plan) as engine:
         seen = script(engine, stops=False)
-        again = saved(engine)
+        again = load_file(engine.save(tmp_path / "v.safetensors"))
     assert [one[:2] for one in seen] == [one[:2] for one in expected]
     assert [batch for batch, _, is_replayed in seen if is_replayed] == [0, 1, 2, 3, 4, 5]
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
@@ -268,7 +260,7 @@ def test_a_checkpoint_and_a_save_in_a_loop_are_of_whole_batches_and_replayed_one
             if step.batch == 1:
                 engine.checkpoint()
                 engine.save(file)
-        return saved(engine)
+        return load_file(engine.save(tmp_path / "last.safetensors"))
 
     with make_engine(tmp_path, **STAGES) as engine:
         last, run = script(engine), engine.folder
@@ -277,7 +269,7 @@ def test_a_checkpoint_and_a_save_in_a_loop_are_of_whole_batches_and_replayed_one
         for step in engine.epoch(DATA, batch=BATCH):
             if step.batch == 1:
                 break
-        assert_same(weights, saved(engine), 0)
+        assert_same(weights, load_file(engine.save(tmp_path / "three.safetensors")), 0)
     with make_engine(tmp_path, resume=run, **STAGES) as engine:
         again = script(engine)
     assert file.stat().st_mtime_ns == when
@@ -307,11 +299,12 @@ def test_pipedream_ends_epochs_with_its_rounds_and_takes_the_rate_of_their_first
     """A round of the first stage is three microbatches, a batch two: they end together every third batch."""
     with make_engine(tmp_path, scheduler=lambda optimizer: StepLR(optimizer, 1), **PIPEDREAM) as engine:
         batches = [step.batch for step in engine.epoch(DATA, batch=BATCH)]
-        weights = saved(engine)
+        weights = load_file(engine.save(tmp_path / "w.safetensors"))
     assert batches == [0, 1, 2]  # of five, the most that is a multiple of three
-    expected = train_by_options(
-        tmp_path, lr=0.1, steps=3, lr_schedule="step", lr_steps="1,2", lr_gamma=0.1, **PIPEDREAM
-    )
+    expected = stagewright.train(
+        make_model(), DATA, loss=nn.CrossEntropyLoss(), optimizer="sgd", lr=0.1, precision="fp64", batch=BATCH,
+        steps=3, runs=tmp_path, lr_schedule="step", lr_steps="1,2", lr_gamma=0.1, **PIPEDREAM,
+    )  # fmt: skip
     assert_same(weights, expected.weights())
 
 
@@ -372,9 +365,10 @@ def test_bad_arguments_are_refused_in_one_line(tmp_path: Path) -> None:
 def test_the_model_gets_the_newest_weights_on_request(tmp_path: Path) -> None:
     model = make_model()
     with make_engine(tmp_path, model, **STAGES) as engine:
-        train(engine)
+        for _ in engine.epoch(DATA, batch=BATCH):
+            pass
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        weights = saved(engine)
+        weights = load_file(engine.save(tmp_path / "w.safetensors"))
         assert_same(before, make_model().state_dict())  # a copy was trained
         assert engine.update_model() is model
         assert_same(dict(model.state_dict()), weights, 1e-6)
@@ -403,10 +397,10 @@ def test_computes_with_as_many_threads_as_its_job_says(options: dict[str, Any], 
 
 def test_a_plan_brings_its_own_batch(tmp_path: Path) -> None:
     with make_engine(tmp_path, **STAGES | {"placement": "0:0-1.1:0"}) as engine:  # over two machines, emulated
-        losses = train(engine)
+        losses = [step.loss for step in engine.epoch(DATA, batch=BATCH)]
         plan = engine.plan
     with make_engine(tmp_path, plan=plan, emulate=True) as engine:
-        assert train(engine) == losses
+        assert [step.loss for step in engine.epoch(DATA, batch=BATCH)] == losses
         with pytest.raises(UserError, match=f"batch=4 but the run trains batches of {BATCH}"):
             next(iter(engine.epoch(DATA, batch=4)))
 
@@ -494,7 +488,7 @@ def test_an_engine_starts_from_weights_and_freezes_a_trunk(plan: dict[str, Any],
     plain.load_state_dict(given)
     plain[:6].requires_grad_(False)
     with make_engine(tmp_path, init=tmp_path / "init.safetensors", freeze="!6", **plan) as engine:
-        losses = train(engine)
+        losses = [step.loss for step in engine.epoch(DATA, batch=BATCH)]
         engine.save(tmp_path / "trained.safetensors")
     assert losses == pytest.approx(train_plainly(plain, 1), rel=1e-12)
     found = load_file(tmp_path / "trained.safetensors")
