@@ -28,7 +28,11 @@ def trace_model(
     frozen: str | None = None,
 ) -> Traced:
     """Trace a model by its name, on tensors that look like an image or as `form` says."""
-    usual = form_of(name, image)
+    usual, entry = form_of(name, image), ZOO.get(name)
+    if entry is not None:  # as it comes with the package
+        classes, image = (
+            None if asked == own else asked for asked, own in ((classes, entry.classes), (image, entry.image))
+        )
     make = _trace if is_given(name) else _traced  # a script may give one name to several objects
     return make(name, classes, image, None if form == usual else form, frozen)
 
