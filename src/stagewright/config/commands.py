@@ -245,9 +245,6 @@ def config_of(name: str, values: Mapping[str, Any]) -> Config:
     config = Config()
     config = replace(config, model=replace(config.model, name=values["model"]))
     for option in FUNCTIONS[name]:
-        section, _, key = option.key.partition(".")
-        value = values[option.dest]
-        if key and value is not None:
-            value = Mode(value) if option.key == "plan.mode" else value
-            config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+        if option.key and (value := values[option.dest]) is not None:
+            config = option.put(config, Mode(value) if option.key == "plan.mode" else value)
     return config

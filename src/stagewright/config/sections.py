@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from enum import EnumType
 from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
@@ -425,6 +425,17 @@ class Option:
     key: str = ""  # section.field of the configuration
     is_repeated: bool = False  # it may be given several times
     is_joined: bool = False  # which joins its values by commas
+    is_list: bool = False  # a text of integers from 0 on
+
+    def of(self, config: Config) -> Any:
+        """Its value in a configuration."""
+        section, _, name = self.key.partition(".")
+        return getattr(getattr(config, section), name)
+
+    def put(self, config: Config, value: Any) -> Config:
+        """The configuration with another value of it."""
+        section, _, name = self.key.partition(".")
+        return replace(config, **{section: replace(getattr(config, section), **{name: value})})
 
     @property
     def keyword(self) -> str:
@@ -459,18 +470,14 @@ def _as_option(section: str, entry: Field[Any], hint: Any) -> Option:
     metavar = about["metavar"] or ("" if choices else {int: "N", float: "FLOAT"}.get(kind, "TEXT"))
     key = f"{section}.{entry.name}"
     common = (about["flag"], about["help"], metavar, kind, choices, entry.default, about["bounds"], key)
-    return Option(*common, about["is_joined"] or about["is_repeated"], about["is_joined"])
+    return Option(*common, about["is_joined"] or about["is_repeated"], about["is_joined"], about["is_list"])
 
 
 def words_of(config: Config, flags: Iterable[str]) -> list[str]:
     """Some options as words of a command line, in this order, but for those that are their defaults."""
     known = {option.flag: option for option in options()}
-    words = []
-    for option in map(known.__getitem__, flags):
-        section, _, name = option.key.partition(".")
-        if (value := getattr(getattr(config, section), name)) != option.default:
-            words += [option.flag, str(value)]
-    return words
+    given = (known[flag] for flag in flags if known[flag].of(config) != known[flag].default)
+    return [word for option in given for word in (option.flag, str(option.of(config)))]
 
 
 def require_within(flag: str, value: float, **bounds: float) -> None:

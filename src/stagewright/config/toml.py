@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import Field, fields, replace
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from stagewright.config.groups import read_groups, require_used
 from stagewright.config.rules import check_rules, replaced_options, unused_options
-from stagewright.config.sections import DEFAULT_BATCH, RENAMED, Config, options
+from stagewright.config.sections import DEFAULT_BATCH, RENAMED, Config, Option, options
 from stagewright.errors import UserError, did_you_mean, is_text
 from stagewright.files import read_text
 
@@ -60,9 +60,7 @@ def without_unused(config: Config) -> Config:
 
 def _with_defaults(config: Config, flags: Iterable[str]) -> Config:
     for flag in flags:
-        section, _, name = _OPTIONS[flag].key.partition(".")
-        changed = replace(getattr(config, section), **{name: _OPTIONS[flag].default})
-        config = replace(config, **{section: changed})
+        config = _OPTIONS[flag].put(config, _OPTIONS[flag].default)
     return config
 
 
@@ -97,8 +95,7 @@ def changed_keys(tables: Tables) -> set[str]:
 
 def flag_values(config: Config) -> dict[str, Any]:
     """The value of every option, by its flag."""
-    found = ((flag, option.key.partition(".")) for flag, option in _OPTIONS.items())
-    return {flag: getattr(getattr(config, section), name) for flag, (section, _, name) in found}
+    return {flag: option.of(config) for flag, option in _OPTIONS.items()}
 
 
 def refuse_unused(configurations: Sequence[Tables], keys: Collection[str]) -> None:
@@ -189,20 +186,15 @@ def toml_value(value: str | float | bool | list[Any] | dict[str, Any]) -> str:
 
 
 def _refuse_unknown(tables: Mapping[str, Mapping[str, Any]]) -> None:
-    known: dict[str, list[str]] = {}
-    for entry in options():
-        section, _, name = entry.key.partition(".")
-        known.setdefault(section, []).append(name)
     for section, values in tables.items():
-        if section not in known:
+        known = [option.key for option in options() if option.key.startswith(f"{section}.")]
+        if not known:
             raise UserError(f"unknown configuration table [{section}]; {_nearest_section(section)}")
-        for name in values:
-            key = f"{section}.{name}"
+        for key in (f"{section}.{name}" for name in values):
             if key in RENAMED:
                 raise UserError(f"configuration key '{key}' is now '{RENAMED[key]}'; write that")
-            if name not in known[section]:
-                keys = [f"{section}.{known_name}" for known_name in known[section]]
-                raise UserError(f"unknown configuration key '{key}'; {did_you_mean(key, keys)}")
+            if key not in known:
+                raise UserError(f"unknown configuration key '{key}'; {did_you_mean(key, known)}")
 
 
 def _nearest_section(section: str) -> str:
@@ -221,18 +213,16 @@ def _validated(tables: Mapping[str, Any]) -> Config:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"][:2])
         raise UserError(f"configuration value {key} = {first['input']!r}: {first['msg'].lower()}") from error
-    for section in fields(Config):
-        for entry in fields(getattr(config, section.name)):
-            _require_bounds(entry, getattr(getattr(config, section.name), entry.name))
+    for option in options():
+        _require_bounds(option, option.of(config))
     return config
 
 
-def _require_bounds(entry: Field[Any], value: Any) -> None:
-    flag = entry.metadata["flag"]
+def _require_bounds(option: Option, value: Any) -> None:
     if isinstance(value, str) and "\0" in value:
-        raise UserError(f"{flag} is {value!r}, which has a zero byte; no path or name can have one")
+        raise UserError(f"{option.flag} is {value!r}, which has a zero byte; no path or name can have one")
     if isinstance(value, str) and not is_text(value):
-        raise UserError(f"{flag} is {value!r}, which is not UTF-8; a run's files store it as text, so rename it")
-    _OPTIONS[flag].check(value)
-    if entry.metadata["is_list"] and not all(part.strip().isdecimal() for part in value.split(",") if part.strip()):
-        raise UserError(f"{flag} must be comma-separated integers such as 100,200, got '{value}'")
+        raise UserError(f"{option.flag} is {value!r}, which is not UTF-8; a run's files store it as text, so rename it")
+    option.check(value)
+    if option.is_list and not all(part.strip().isdecimal() for part in value.split(",") if part.strip()):
+        raise UserError(f"{option.flag} must be comma-separated integers such as 100,200, got '{value}'")
