@@ -13,7 +13,6 @@ from functools import cache, partial
 from stagewright.profile.shapes import Convolution, Kind, Shape
 
 CLASSES = 1000
-_INCEPTION_SIDE = 299
 
 
 class Net:
@@ -82,6 +81,14 @@ class Net:
         """Convolution, normalisation, activation."""
         return self.conv(filters, kernel, stride, groups).norm().act()
 
+    def beside(self, before: int, filters: int, stride: int) -> Net:
+        """A projection of what a block took, beside its branch."""
+        channels, side = self.channels, self.side
+        self.channels, self.side = before, side * stride
+        self.conv(filters, 1, stride).norm()
+        self.channels, self.side = channels, side
+        return self
+
     def add(self) -> Net:
         """A residual sum."""
         self._add(Kind.POINTWISE, 2 * self.elements, self.elements, saved=0.0)
@@ -120,8 +127,6 @@ class Net:
         self._add(Kind.SCALE, whole, whole)
         self.channels, self.side = channels, side
         return self
-
-    # --- Tokens ---
 
     def layer_norm(self, width: int, tokens: int) -> Net:
         self._add(Kind.LAYER_NORM, width * tokens, width * tokens, 0.0, 2 * width)
@@ -167,10 +172,7 @@ def _resnet(
             if squeezes:
                 net.squeeze(outer // 16)
             if before != outer or stride > 1:
-                channels, side = net.channels, net.side
-                net.channels, net.side = before, side * stride
-                net.conv(outer, 1, stride).norm()
-                net.channels, net.side = channels, side
+                net.beside(before, outer, stride)
             net.add().act()
     return net.flat().linear(CLASSES)
 
@@ -234,7 +236,7 @@ def _googlenet() -> Net:
 
 
 def _inception_v3() -> Net:
-    net = Net(_INCEPTION_SIDE)
+    net = Net(299)
     net.conv(32, 3, 2, valid=True).norm().act().conv(32, 3, valid=True).norm().act().cbr(64).pool(2, 3, valid=True)
     net.cbr(80, 1).conv(192, 3, valid=True).norm().act().pool(2, 3, valid=True)
     for pooled in (32, 64, 64):
@@ -256,7 +258,7 @@ def _inception_v3() -> Net:
 
 
 def _inception_v4() -> Net:
-    net = Net(_INCEPTION_SIDE)
+    net = Net(299)
     net.conv(32, 3, 2, valid=True).norm().act().conv(32, 3, valid=True).norm().act().cbr(64).cbr(96, 3, 2).concat(160)
     net.cbr(64, 1).cbr(64, (7, 1)).cbr(64, (1, 7)).cbr(96).concat(192).cbr(192, 3, 2).concat(384)
     for _ in range(4):
@@ -339,8 +341,8 @@ def _efficientnet(size: int) -> Net:
     for expansion, filters, repeats, stride, kernel in _EFFICIENT:
         for block in range(-int(-repeats * deep // 1)):
             before = net.channels
-            squeezed = max(1, before // 4)
-            _inverted(net, before * expansion, scaled(filters), 1 if block else stride, kernel, squeezed, 1)
+            own = (1 if block else stride, kernel, max(1, before // 4))
+            _inverted(net, before * expansion, scaled(filters), *own, 1)
     return net.conv(scaled(1280), 1).norm().act().flat().linear(CLASSES)
 
 
@@ -354,9 +356,7 @@ def _regnet(depths: Sequence[int], widths: Sequence[int], group: int, *, squeeze
                 net.squeeze(max(1, before // 4))
             net.conv(width, 1).norm()
             if not block:
-                side, net.channels = net.side, before
-                net.side = side * stride
-                net.conv(width, 1, stride).norm()
+                net.beside(before, width, stride)
             net.add().act()
     return net.flat().linear(CLASSES)
 
@@ -413,42 +413,35 @@ def _bert(width: int, depth: int, heads: int, tokens: int = 128) -> Net:
     return net.linear(width, predicted, width).linear(30522, predicted, width)
 
 
+_50, _101 = (3, 4, 6, 3), (3, 4, 23, 3)  # blocks of a ResNet
 _BUILDERS: dict[str, Callable[[], Net]] = {
     "alexnet": _alexnet,
-    "googlenet": _googlenet,
-    "inceptionv1": _googlenet,
-    "inceptionv3": _inception_v3,
-    "inception3": _inception_v3,
-    "inceptionv4": _inception_v4,
-    "inception4": _inception_v4,
+    **dict.fromkeys(("googlenet", "inceptionv1"), _googlenet),
+    **dict.fromkeys(("inceptionv3", "inception3"), _inception_v3),
+    **dict.fromkeys(("inceptionv4", "inception4"), _inception_v4),
     **{f"vgg{depth}": partial(_vgg, depth) for depth in _VGG},
     **{f"vgg{depth}bn": partial(_vgg, depth, norm=True) for depth in _VGG},
     "resnet18": partial(_resnet, (2, 2, 2, 2), basic=True),
-    "resnet34": partial(_resnet, (3, 4, 6, 3), basic=True),
-    "resnet50": partial(_resnet, (3, 4, 6, 3)),
-    "resnet101": partial(_resnet, (3, 4, 23, 3)),
+    "resnet34": partial(_resnet, _50, basic=True),
+    "resnet50": partial(_resnet, _50),
+    "resnet101": partial(_resnet, _101),
     "resnet152": partial(_resnet, (3, 8, 36, 3)),
-    "resnext5032x4d": partial(_resnet, (3, 4, 6, 3), groups=32, width=4),
-    "resnext10132x4d": partial(_resnet, (3, 4, 23, 3), groups=32, width=4),
-    "resnext10132x8d": partial(_resnet, (3, 4, 23, 3), groups=32, width=8),
+    **dict.fromkeys(("resnext5032x4d", "resnext50"), partial(_resnet, _50, groups=32, width=4)),
+    **dict.fromkeys(("resnext10132x4d", "resnext101"), partial(_resnet, _101, groups=32, width=4)),
+    "resnext10132x8d": partial(_resnet, _101, groups=32, width=8),
     "resnet26": partial(_resnet, (2, 2, 2, 2)),
     "resnet200": partial(_resnet, (3, 24, 36, 3)),
-    "seresnet50": partial(_resnet, (3, 4, 6, 3), squeezes=True),
-    "seresnext5032x4d": partial(_resnet, (3, 4, 6, 3), groups=32, width=4, squeezes=True),
-    "seresnext10132x4d": partial(_resnet, (3, 4, 23, 3), groups=32, width=4, squeezes=True),
-    "resnext101": partial(_resnet, (3, 4, 23, 3), groups=32, width=4),
-    "resnext50": partial(_resnet, (3, 4, 6, 3), groups=32, width=4),
-    "seresnext101": partial(_resnet, (3, 4, 23, 3), groups=32, width=4, squeezes=True),
-    "wideresnet502": partial(_resnet, (3, 4, 6, 3), width=128),
-    "wideresnet1012": partial(_resnet, (3, 4, 23, 3), width=128),
+    "seresnet50": partial(_resnet, _50, squeezes=True),
+    "seresnext5032x4d": partial(_resnet, _50, groups=32, width=4, squeezes=True),
+    **dict.fromkeys(("seresnext10132x4d", "seresnext101"), partial(_resnet, _101, groups=32, width=4, squeezes=True)),
+    "wideresnet502": partial(_resnet, _50, width=128),
+    "wideresnet1012": partial(_resnet, _101, width=128),
     "densenet121": partial(_densenet, (6, 12, 24, 16), 32, 64),
     "densenet169": partial(_densenet, (6, 12, 32, 32), 32, 64),
     "densenet201": partial(_densenet, (6, 12, 48, 32), 32, 64),
     "densenet161": partial(_densenet, (6, 12, 36, 24), 48, 96),
-    "mobilenetv2": _mobilenet_v2,
-    "mobilenetv2100": _mobilenet_v2,
-    "mobilenetv3large": _mobilenet_v3,
-    "mobilenetv3large100": _mobilenet_v3,
+    **dict.fromkeys(("mobilenetv2", "mobilenetv2100"), _mobilenet_v2),
+    **dict.fromkeys(("mobilenetv3large", "mobilenetv3large100"), _mobilenet_v3),
     **{f"efficientnetb{size}": partial(_efficientnet, size) for size in range(5)},
     "regnety032": partial(_regnet, (2, 5, 13, 1), (72, 216, 576, 1512), 24, squeezes=True),
     "regnety016": partial(_regnet, (2, 6, 17, 2), (48, 120, 336, 888), 24, squeezes=True),

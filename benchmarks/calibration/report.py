@@ -13,24 +13,21 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.calibration.calibrate import (
-    Fit,
+from benchmarks.calibration.calibrate import Fit, calibration_text, fit, observations
+from benchmarks.calibration.published import PublishedRun, predict_run, published_runs
+from benchmarks.calibration.reading import Reading, Unknown, read_row
+from benchmarks.calibration.rows import read_rows
+from benchmarks.calibration.splits import (
     Pair,
     PredictedRow,
     Split,
     all_splits,
-    calibration_text,
     class_errors,
     coverage,
-    fit,
-    observations,
     predict_rows,
     staged_pairs,
     with_hosts,
 )
-from benchmarks.calibration.published import PublishedRun, predict_run, published_runs
-from benchmarks.calibration.reading import Reading, Unknown, read_row
-from benchmarks.calibration.rows import read_rows
 from benchmarks.outcome import Outcome, new_outcome
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.specs import Catalog

@@ -16,7 +16,8 @@ ROOT = Path(benchmarks.__file__).parent
 Source = dict[str, str]  # the text of every file, by its path below benchmarks/
 # What each folder may import of the others.
 ALLOWED: dict[str, set[str]] = {
-    "__main__": {"outcome", "calibration", "learning", "micro", "models", "peers"},
+    "__main__": {"checkouts", "outcome", "calibration", "learning", "micro", "models", "peers"},
+    "checkouts": {"outcome"},
     "timed_command": set(),
     "outcome": set(),
     "calibration": {"outcome"},

@@ -9,25 +9,20 @@ from functools import cache
 
 import pytest
 
-from benchmarks.calibration.calibrate import (
-    Fit,
-    Observation,
+from benchmarks.calibration.calibrate import Fit, Observation, calibration_text, fit, observations, overrides
+from benchmarks.calibration.published import predict_run, published_pairs, published_runs
+from benchmarks.calibration.reading import Reading, read_row, row_rate
+from benchmarks.calibration.rows import SPLITS, Row, known_rows
+from benchmarks.calibration.splits import (
     PredictedRow,
     Split,
     all_splits,
-    calibration_text,
     class_errors,
     coverage,
-    fit,
-    observations,
-    overrides,
     predict_rows,
     telling_rows,
     with_hosts,
 )
-from benchmarks.calibration.published import predict_run, published_pairs, published_runs
-from benchmarks.calibration.reading import Reading, read_row, row_rate
-from benchmarks.calibration.rows import SPLITS, Row, known_rows
 from stagewright.cluster.catalog import shipped
 from stagewright.planning.compare import Evidence
 from tests.shared import shared_file
