@@ -85,6 +85,8 @@ def test_a_gpu_run_equals_a_cpu_run(plan: str, tmp_path: Path) -> None:
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "groups": {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1, "no_decay": True, "group": ["fc.*:lr=5e-3"]},
     "own": {"optimizer": "torch.optim:NAdam", "lr": None},
+    "rmsprop": {"optimizer": "rmsprop", "lr": 1e-3, "beta2": 0.9, "eps": 0.1},
+    "lars": {"optimizer": "lars", "lr": 1.0, "weight_decay": 1e-4},
 }
 
 

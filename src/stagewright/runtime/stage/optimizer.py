@@ -338,13 +338,17 @@ class Lars(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for weight in (weight for weight in group["params"] if weight.grad is not None):
-                length, slope = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(weight.grad)
-                ratio = _TRUST * length / (slope + group["weight_decay"] * length)
-                ratio = torch.where((length > 0) & (slope > 0), ratio, 1.0)
-                moved = weight.grad.add(weight, alpha=group["weight_decay"]).mul_(ratio)
-                if group["momentum"]:
+            decay, momentum = group["weight_decay"], group["momentum"]
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if not weights:
+                continue
+            lengths = torch.stack([torch.linalg.vector_norm(weight) for weight in weights])
+            slopes = torch.stack([torch.linalg.vector_norm(weight.grad) for weight in weights])
+            ratios = torch.where((lengths > 0) & (slopes > 0), _TRUST * lengths / (slopes + decay * lengths), 1.0)
+            for weight, ratio in zip(weights, ratios, strict=True):
+                moved = weight.grad.add(weight, alpha=decay).mul_(ratio)
+                if momentum:
                     if _MOMENTUM not in self.state[weight]:
                         self.state[weight][_MOMENTUM] = torch.zeros_like(weight)
-                    moved = self.state[weight][_MOMENTUM].mul_(group["momentum"]).add_(moved)
+                    moved = self.state[weight][_MOMENTUM].mul_(momentum).add_(moved)
                 weight.add_(moved, alpha=-group["lr"])
