@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,6 +34,15 @@ def resumed(job: Job, checkpoint: Checkpoint) -> Job:
 
 def saved_at(job: Job, batch: int) -> Checkpoint:
     return open_checkpoint(checkpoints_folder(Path(job.folder)) / str(batch))
+
+
+def write_manifest(path: Path, fields: Any) -> None:
+    """Write a manifest with the hash that it should have."""
+    if isinstance(fields, dict):
+        fields.pop("blake2b", None)
+        text = json.dumps(fields, sort_keys=True).encode()
+        fields["blake2b"] = hashlib.blake2b(text, digest_size=32).hexdigest()
+    path.write_text(json.dumps(fields))
 
 
 def emulate_job(job: Job, records: list[Record] | None = None) -> EmulatedRun:

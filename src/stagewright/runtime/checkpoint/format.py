@@ -121,7 +121,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(fields, dict) or fields.pop(_HASH, None) != _hash(fields):
         raise CheckpointError(f"{damaged} does not match its hash")
     if fields.get("format") != FORMAT:
-        raise CheckpointError(f"checkpoint {folder} has format {fields.get('format')}, this version reads {FORMAT}")
+        raise CheckpointError(f"checkpoint {folder} has format {fields.get('format')!r}, this version reads {FORMAT}")
     try:
         manifest: Manifest = _adapter().validate_python(fields)
     except ValidationError as error:

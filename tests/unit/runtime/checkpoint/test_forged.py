@@ -21,6 +21,7 @@ from stagewright.cli.main import main
 from stagewright.runtime.checkpoint import folder as checkpoints
 from stagewright.runtime.checkpoint.folder import list_folders, newest_intact, open_checkpoint, remove
 from tests.commands import fails, prints
+from tests.keeping import write_manifest
 from tests.limits import cpu_time, more_memory
 from tests.models import CLASSES, SIDE
 from tests.mutations import mutated, with_header_length, with_value_changed
@@ -64,15 +65,12 @@ def rehashed(folder: Path) -> None:
     fields = json.loads((folder / "manifest.json").read_text())
     if not isinstance(fields, dict):
         return
-    fields.pop("blake2b", None)
     files = fields.get("files")
     for file in files if isinstance(files, list) else ():
         if isinstance(file, dict) and file.get("name") in (path.name for path in folder.iterdir()):
             data = (folder / file["name"]).read_bytes()
             file |= {"bytes": len(data), "blake2b": hashlib.blake2b(data, digest_size=32).hexdigest()}
-    text = json.dumps(fields, sort_keys=True).encode()
-    fields["blake2b"] = hashlib.blake2b(text, digest_size=32).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(fields))
+    write_manifest(folder / "manifest.json", fields)
 
 
 def forge_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
