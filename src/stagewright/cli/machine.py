@@ -21,11 +21,9 @@ from stagewright.metrics import MIB, format_rate
 from stagewright.planning.traced import rate_of
 from stagewright.profile.profile import Profile, Unit
 from stagewright.report.columns import Column
-from stagewright.report.live.progress import ProgressLine
-from stagewright.report.live.terminal import open_console, plain, plain_table, print_lines, print_table, say
+from stagewright.report.live.terminal import open_console, plain, plain_table, print_lines, print_table, say, speaking
 from stagewright.run.inspect import Inspection, UnitFacts, inspect_model
 from stagewright.run.profile import Subject, import_profile, measure_profile
-from stagewright.voice import Voice
 
 _WAYS = {
     "graph": "between the calls of its forward",
@@ -47,8 +45,8 @@ _UNITS: tuple[Column[Unit], ...] = (
 
 
 def run_doctor(parsed: argparse.Namespace) -> None:
-    with ProgressLine("checking this machine") as progress:
-        found = check_machine(parsed.data, measures=not parsed.fast, voice=Voice(progress=progress))
+    with speaking("checking this machine", as_json=parsed.json) as voice:
+        found = check_machine(parsed.data, measures=not parsed.fast, voice=voice)
     if parsed.json:
         print(json.dumps(found.describe()))
     else:
@@ -57,8 +55,8 @@ def run_doctor(parsed: argparse.Namespace) -> None:
 
 def run_selftest(parsed: argparse.Namespace) -> None:
     machine = find_machine(share_gpu=parsed.share_gpu)
-    with ProgressLine("selftest", patience=0) as progress:
-        checks = list(run_checks(machine, usual_effort(machine), parsed.minutes, parsed.row, Voice(progress=progress)))
+    with speaking("selftest", as_json=parsed.json, patience=0) as voice:
+        checks = list(run_checks(machine, usual_effort(machine), parsed.minutes, parsed.row, voice))
     if parsed.json:
         about = {"machine": asdict(machine), "environment": dict(read_environment().rows())}
         print(json.dumps(about | {"checks": [asdict(check) for check in checks]}))
@@ -83,11 +81,11 @@ def show_checks(console: Console, checks: Sequence[Check]) -> None:
 
 
 def run_profile(parsed: argparse.Namespace) -> None:
-    with ProgressLine(f"profiling {parsed.model}") as progress:
+    with speaking(f"profiling {parsed.model}", as_json=parsed.json) as voice:
         if parsed.pipedream:
             profile = import_profile(parsed.pipedream, parsed.model, parsed.samples)
         else:
-            profile = measure_profile(Subject.of(vars(parsed)), Voice(progress=progress))
+            profile = measure_profile(Subject.of(vars(parsed)), voice)
     if parsed.output:
         profile.write(parsed.output)
     if parsed.json:
@@ -123,7 +121,7 @@ def _rate_of(profile: Profile) -> str:
 
 
 def run_inspect(parsed: argparse.Namespace) -> None:
-    with ProgressLine(f"tracing {parsed.model} and proving its cut"):
+    with speaking(f"tracing {parsed.model} and proving its cut"):
         found = inspect_model(
             parsed.model,
             classes=parsed.classes,

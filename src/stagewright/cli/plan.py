@@ -30,8 +30,7 @@ from stagewright.planning.planner import Candidate, Choice, explain
 from stagewright.planning.predict import link_use, predict, stage_costs
 from stagewright.planning.question import Asked, Question, ask, search
 from stagewright.report.columns import Column, page_table, used
-from stagewright.report.live.progress import ProgressLine
-from stagewright.report.live.terminal import open_console, print_table, say
+from stagewright.report.live.terminal import open_console, print_table, say, speaking
 from stagewright.report.page import Page, Table
 from stagewright.run.report import make_prediction_page, write_page
 from stagewright.voice import SILENT, Voice
@@ -88,14 +87,7 @@ class Answer:
 def run(parsed: argparse.Namespace) -> None:
     if parsed.try_ and parsed.cluster is not None:
         raise UserError(f"--try trains on this machine but --cluster is {parsed.cluster}; leave --cluster out")
-    console = open_console(stderr=parsed.json)
-    with ProgressLine(f"planning {parsed.model}") as progress:
-
-        def announce(text: str) -> None:
-            progress.clear()
-            say(console, text)
-
-        voice = Voice(progress=progress, note=announce)
+    with speaking(f"planning {parsed.model}", as_json=parsed.json) as voice:
         asked = ask_model(Question.of("plan", vars(parsed)), voice)
         choice = search(asked, voice)
         tried = _try(asked, choice, parsed.try_, parsed.minutes, voice) if parsed.try_ else ()
@@ -111,7 +103,7 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(json.dumps(found))
     else:
-        show(console, answer)
+        show(open_console(), answer)
 
 
 def ask_model(question: Question, voice: Voice = SILENT) -> Asked:

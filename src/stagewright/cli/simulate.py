@@ -19,22 +19,17 @@ from stagewright.planning.compare import interval, setting_evidence
 from stagewright.planning.predict import Prediction
 from stagewright.planning.question import Asked, Question
 from stagewright.report.columns import Column
-from stagewright.report.live.progress import ProgressLine
-from stagewright.report.live.terminal import open_console, print_table, say
+from stagewright.report.live.terminal import open_console, print_table, say, speaking
 from stagewright.report.words import format_duration
 from stagewright.run.plan import simulate
 from stagewright.run.report import make_prediction_page, write_page
-from stagewright.voice import Voice
 
 
 def run(parsed: argparse.Namespace) -> None:
-    console = open_console(stderr=parsed.json)
-    warnings: list[str] = []
-    with ProgressLine(f"simulating {parsed.model}"):
+    with speaking(f"simulating {parsed.model}", as_json=parsed.json) as voice:
         question = Question.of("simulate", vars(parsed))
         draws = bool(parsed.trace or parsed.report)
-        prediction, asked = simulate(question, Voice(warn=warnings.append), draws=draws)
-    say(console, *(f"warning: {warning}" for warning in warnings))
+        prediction, asked = simulate(question, voice, draws=draws)
     setting, measured = asked.setting, asked.is_measured
     own = interval(prediction, setting, asked.catalog, measured=measured)
     evidence = setting_evidence(setting, measured=measured)
@@ -47,6 +42,7 @@ def run(parsed: argparse.Namespace) -> None:
         bounds = {"low": own.low, "high": own.high, "evidence": str(evidence)}
         print(json.dumps({"model": parsed.model, "cluster": setting.cluster.name, **prediction.describe(), **bounds}))
         return
+    console = open_console()
     show_prediction(console, asked, prediction)
     say(console, f"nine of ten such predictions are within {own} {asked.rate} (evidence: {evidence})")
 

@@ -7,7 +7,6 @@ import json
 import os
 import runpy
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,13 @@ from stagewright.config.sections import Config
 from stagewright.errors import RunFailed, UserError, counted
 from stagewright.metrics import format_metric, format_rate, metric_label, speed_words
 from stagewright.report.live.progress import ProgressLine
-from stagewright.report.live.terminal import open_console, say
+from stagewright.report.live.terminal import open_console, say, voice_of
 from stagewright.run.plan import auto_plan_lines
 from stagewright.run.prepare import explained
 from stagewright.run.resume import resumed_config
 from stagewright.run.script import OPTIONS, USER_ERROR
 from stagewright.run.train import Result
 from stagewright.run.train import run as train
-from stagewright.voice import Voice
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -74,13 +72,12 @@ def run(parsed: argparse.Namespace) -> None:
 
 def _explain(config: Config, console: Console) -> None:
     """Print every candidate for this machine, and the line that training would begin with."""
-    show = partial(say, console)
-    auto = explained(config, Voice(lambda warning: show(f"warning: {warning}"), show))
+    auto = explained(config, voice_of(console))
     if auto.searched is not None:
         searched = auto.searched
         answer = Answer(searched.asked, searched.choice, searched.comparison)
         show_candidates(console, answer, has_command=False)
-    show(*auto_plan_lines(auto))
+    say(console, *auto_plan_lines(auto))
 
 
 def _require_learnt(result: Result) -> None:

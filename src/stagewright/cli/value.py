@@ -16,8 +16,7 @@ from stagewright.planning.planner import choose
 from stagewright.planning.question import Question
 from stagewright.planning.worth import break_even, cluster_worth, require_priced
 from stagewright.report.columns import Column
-from stagewright.report.live.progress import ProgressLine
-from stagewright.report.live.terminal import open_console, print_table, say
+from stagewright.report.live.terminal import open_console, print_table, say, speaking
 
 _CLUSTERS: tuple[Column[dict[str, Any]], ...] = (
     Column("cluster", itemgetter("cluster"), is_text=True),
@@ -42,14 +41,14 @@ def run(parsed: argparse.Namespace) -> None:
     if not parsed.cluster:
         raise UserError("no cluster: give --cluster once for each to compare")
     prices = dict(map(_price, parsed.price))
-    with ProgressLine(f"reading {parsed.model}") as progress:
+    with speaking(f"reading {parsed.model}") as voice:
         question = Question.of("value", vars(parsed))
         asked = [ask_model(replace(question, cluster=text)) for text in parsed.cluster]
         settings = [one.setting for one in asked]
         require_priced(prices, settings)
         rows = []
         for one in asked:
-            progress(f"planning {parsed.model} on {one.setting.cluster.name}")
+            voice.progress(f"planning {parsed.model} on {one.setting.cluster.name}")
             rows.append(cluster_worth(choose(one.setting, one.batch), one.setting, one.catalog, prices, parsed.kwh))
     even = break_even(*rows) if len(rows) == 2 else None
     kinds = [setting.devices(machine.kind) for setting in settings for machine in setting.cluster.machines]

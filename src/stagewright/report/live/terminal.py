@@ -11,7 +11,8 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import IO, Any
 
 from rich.console import Console, RenderableType
@@ -25,7 +26,7 @@ from stagewright.errors import counted, printable
 from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Step, Unsaved
 from stagewright.metrics import IMAGES, MIB, Span, ThroughputUnit, Timeline, format_rate, metric_words, steady_rate
 from stagewright.report.columns import Column, Row
-from stagewright.report.live.progress import Progress
+from stagewright.report.live.progress import PATIENCE, Progress, ProgressLine
 from stagewright.voice import Voice
 
 _PASTED = re.compile(r"(^|: )(stagewright |--\w).*[^.]$")  # a command or its options, up to the end of the line
@@ -77,6 +78,13 @@ def voice_of(console: Console, progress: Progress | None = None) -> Voice:
         say(console, line)
 
     return Voice(lambda warning: note(f"warning: {warning}"), note, shown)
+
+
+@contextmanager
+def speaking(text: str, *, as_json: bool = False, patience: float = PATIENCE) -> Iterator[Voice]:
+    """The voice of a command that does what `text` says: a line of progress, and the rest on its console."""
+    with ProgressLine(text, patience) as progress:
+        yield voice_of(open_console(stderr=as_json), progress)
 
 
 def answer(found: Any, *lines: str, as_json: bool) -> None:
