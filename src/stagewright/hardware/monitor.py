@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stagewright.events import GpuUsage, RankUsage, Usage, read_usage
+from stagewright.events import GpuUsage, Usage, read_usage
 from stagewright.hardware.gpu import NoNvml, Nvml, open_nvml
 from stagewright.hardware.meters import GpuMeter, HostMeter, RankProcess, name_of
 from stagewright.voice import SILENT, Voice
@@ -142,10 +142,10 @@ class Totals:
     """Peaks, means and sums over the samples of a run."""
 
     def __init__(self) -> None:
+        self._machine = _Values()
+        self._ranks: dict[int, _Values] = {}
         self._gpus: dict[str, _GpuTotals] = {}
-        self._ranks: dict[int, _RankTotals] = {}
-        self._machine = _Mean()
-        self._memory = self._samples = 0
+        self._samples = 0
         self._seconds = 0.0
         self._last: float | None = None
 
@@ -154,12 +154,12 @@ class Totals:
         self._last = usage.seconds
         self._seconds += seconds
         self._samples += 1
-        self._memory = max(self._memory, usage.memory)
-        self._machine.add(usage.cores, seconds)
+        self._machine.add(seconds, memory=usage.memory, cores=usage.cores)
         for gpu in usage.gpus:
             self._gpus.setdefault(gpu.uuid, _GpuTotals(gpu)).add(gpu, seconds)
         for rank in usage.ranks:
-            self._ranks.setdefault(rank.rank, _RankTotals()).add(rank, seconds)
+            values = self._ranks.setdefault(rank.rank, _Values())
+            values.add(seconds, memory=rank.memory, torch_memory=rank.torch_memory, cores=rank.cores)
 
     def describe(self) -> dict[str, Any]:
         """The totals as summary.json holds them; unknown values are None."""
@@ -168,9 +168,17 @@ class Totals:
         return {
             "moments": self._samples,
             "seconds": self._seconds,
-            "peak_machine_memory": self._memory,
-            "mean_machine_cores": self._machine.value,
-            "ranks": [{"rank": rank} | totals.describe() for rank, totals in sorted(self._ranks.items())],
+            "peak_machine_memory": self._machine.peak("memory") or 0,
+            "mean_machine_cores": self._machine.mean("cores"),
+            "ranks": [
+                {
+                    "rank": rank,
+                    "peak_memory": values.peak("memory"),
+                    "peak_torch_memory": values.peak("torch_memory"),
+                    "mean_cores": values.mean("cores"),
+                }
+                for rank, values in sorted(self._ranks.items())
+            ],
             "gpus": gpus,
             "mean_power": sum(powers) if powers else None,
             "energy": sum(energies) if energies else None,
@@ -179,40 +187,30 @@ class Totals:
         }
 
 
-class _Mean:
-    """A mean over time: each value is weighted by the seconds before it."""
+class _Values:
+    """Peaks of values by name, and their means over time: each value is weighted by the seconds before it."""
 
     def __init__(self) -> None:
-        self.sum = self.seconds = 0.0
+        self._peaks: dict[str, Any] = {}
+        self._sums: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
 
-    def add(self, value: float | None, seconds: float) -> None:
-        if value is not None:
-            self.sum += value * seconds
-            self.seconds += seconds
+    def add(self, seconds: float, **values: float | None) -> None:
+        for name, value in values.items():
+            if value is not None:
+                self._peaks[name] = max(value, self._peaks.get(name, value))
+                self._sums[name] = self.sum(name) + value * seconds
+                self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
-    @property
-    def value(self) -> float | None:
-        return self.sum / self.seconds if self.seconds else None
+    def peak(self, name: str) -> Any:
+        return self._peaks.get(name)
 
+    def sum(self, name: str) -> float:
+        return self._sums.get(name, 0.0)
 
-class _RankTotals:
-    """One rank over a whole run."""
-
-    def __init__(self) -> None:
-        self._memory, self._cores = 0, _Mean()
-        self._torch_memory: int | None = None
-
-    def add(self, usage: RankUsage, seconds: float) -> None:
-        self._memory = max(self._memory, usage.memory)
-        self._torch_memory = _most(self._torch_memory, usage.torch_memory)
-        self._cores.add(usage.cores, seconds)
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "peak_memory": self._memory,
-            "peak_torch_memory": self._torch_memory,
-            "mean_cores": self._cores.value,
-        }
+    def mean(self, name: str) -> float | None:
+        seconds = self._seconds.get(name)
+        return self.sum(name) / seconds if seconds else None
 
 
 class _GpuTotals:
@@ -220,21 +218,15 @@ class _GpuTotals:
 
     def __init__(self, usage: GpuUsage) -> None:
         self._gpu = usage
-        self._memory: int | None = None
-        self._temperature: float | None = None
-        self._utilisation, self._power = _Mean(), _Mean()
+        self._values = _Values()
         self._throttled: dict[str, float] = {}  # seconds by reason
         self._throttled_seconds = 0.0  # for any reason
-        self._foreign = 0  # most processes at a time that are not of this run
         self._counted = 0.0  # joules, by the GPU's energy counter
         self._before: float | None = None
 
     def add(self, usage: GpuUsage, seconds: float) -> None:
-        self._memory = _most(self._memory, usage.memory)
-        self._temperature = _most(self._temperature, usage.temperature)
-        self._foreign = max(self._foreign, usage.foreign)
-        self._utilisation.add(usage.utilisation, seconds)
-        self._power.add(usage.power, seconds)
+        names = ("memory", "temperature", "foreign", "utilisation", "power")
+        self._values.add(seconds, **{name: getattr(usage, name) for name in names})
         for reason in usage.throttled:
             self._throttled[reason] = self._throttled.get(reason, 0.0) + seconds
         self._throttled_seconds += seconds if usage.throttled else 0.0
@@ -244,23 +236,21 @@ class _GpuTotals:
             self._before = usage.energy
 
     def describe(self) -> dict[str, Any]:
-        by_power = self._power.sum if self._power.seconds else None
+        values = self._values
+        power = values.mean("power")
+        by_power = None if power is None else values.sum("power")
         return {
             "uuid": self._gpu.uuid,
             "index": self._gpu.index,
-            "peak_memory": self._memory,
-            "mean_utilisation": self._utilisation.value,
-            "mean_power": self._power.value,  # watts
+            "peak_memory": values.peak("memory"),
+            "mean_utilisation": values.mean("utilisation"),
+            "mean_power": power,  # watts
             "energy": by_power if self._before is None else self._counted,  # joules
-            "peak_temperature": self._temperature,
+            "peak_temperature": values.peak("temperature"),
             "throttled": self._throttled,
             "throttled_seconds": self._throttled_seconds,
-            "foreign": self._foreign,
+            "foreign": values.peak("foreign"),  # most processes at a time that are not of this run
         }
-
-
-def _most(one: Any, other: Any) -> Any:
-    return max((value for value in (one, other) if value is not None), default=None)
 
 
 def _rounded(value: Any) -> Any:
