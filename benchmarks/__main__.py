@@ -23,18 +23,17 @@ from benchmarks.outcome import Outcome, outcome_page, show
 from benchmarks.peers import shared
 from benchmarks.peers.cases import SUITES, only_cases
 from benchmarks.peers.run import run_cases
-from stagewright.bench.folder import measure_and_show, require_none_failed
+from stagewright.bench.folder import measure_and_show, require_none_failed, speaking
 from stagewright.bench.suite import REPEATS
 from stagewright.cli.command.command import one_line
 from stagewright.cluster.catalog import open_cluster
 from stagewright.config.toml import parse_assignment
 from stagewright.errors import RunFailed, UserError
-from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console
+from stagewright.voice import Voice
 
 Given = argparse.Namespace
 Keep = Callable[[Outcome], None]
-Progress = Callable[[str], None]
 _OPTIONS: Mapping[str, dict[str, Any]] = {
     "--repeats": {"type": int, "help": "repeats of each side"},
     "--steps": {"type": int, "default": 0, "help": "batches per repeat"},
@@ -67,31 +66,31 @@ class Benchmark:
     """What is measured, and the options that it takes beside --runs, --anonymise and --json."""
 
     help: str
-    measure: Callable[[Given, Path, Keep, Progress], Outcome]
+    measure: Callable[[Given, Path, Keep, Voice], Outcome]
     options: str = ""
 
 
 def _peers(name: str) -> Benchmark:
     suite = SUITES[name]
 
-    def measure(given: Given, runs: Path, keep: Keep, progress: Progress) -> Outcome:
-        return run_cases(only_cases(suite, given.only), given.repeats or REPEATS, given.steps, progress, keep)
+    def measure(given: Given, runs: Path, keep: Keep, voice: Voice) -> Outcome:
+        return run_cases(only_cases(suite, given.only), given.repeats or REPEATS, given.steps, voice, keep)
 
     return Benchmark(suite.title, measure, "--repeats --steps --only")
 
 
-def _part(text: str, measure: Callable[[Progress], Outcome]) -> Benchmark:
-    return Benchmark(text, lambda given, runs, keep, progress: measure(progress))
+def _part(text: str, measure: Callable[[Voice], Outcome]) -> Benchmark:
+    return Benchmark(text, lambda given, runs, keep, voice: measure(voice))
 
 
 BENCHMARKS = {
     **{name: _peers(name) for name in SUITES},
     "shared": Benchmark(
         "plans of the planner on ranks that share one GPU, predicted before they are measured, against DDP",
-        lambda given, runs, keep, progress: shared.measure(
+        lambda given, runs, keep, voice: shared.measure(
             given.repeats or REPEATS,
             runs.parent,
-            progress,
+            voice,
             keep,
             reuse=given.reuse,
             simulate=given.simulate,
@@ -101,12 +100,12 @@ BENCHMARKS = {
     ),
     "data": Benchmark(
         "decoding and cropping against Pillow, simplejpeg, torchvision and DALI; loaders by threads and processes",
-        lambda given, runs, keep, progress: data.measure(given.repeats, given.images, given.threads),
+        lambda given, runs, keep, voice: data.measure(given.repeats, given.images, given.threads),
         "--repeats --images --threads",
     ),
     "calibrate": Benchmark(
         "fit the planner's constants, and write them as calibration.toml",
-        lambda given, runs, keep, progress: report.measure(runs.parent, progress),
+        lambda given, runs, keep, voice: report.measure(runs.parent, voice),
     ),
     "planner": _part("how long the search and the simulator take", planner.measure),
     "own": _part("predicted beside measured, on this machine", own.measure),
@@ -115,7 +114,7 @@ BENCHMARKS = {
     "startup": _part("the seconds of a short train command by part", startup.measure),
     "checkouts": Benchmark(
         "seconds and speeds of this checkout beside another one",
-        lambda given, runs, keep, progress: checkouts.measure(given.before, given.repeats, given.only, progress),
+        lambda given, runs, keep, voice: checkouts.measure(given.before, given.repeats, given.only, voice),
         "--before --repeats --only",
     ),
     "checkpoint": _part("how long a checkpoint pauses training, beside a plain copy of the state", checkpoint.measure),
@@ -128,7 +127,7 @@ def _published(given: Given, command: str) -> None:
     if given.rows is None:
         if given.given is not None:
             raise UserError(f"--given {given.given} needs --rows FILE.toml as well")
-        runs = Benchmark("", lambda given, runs, keep, progress: report.published_outcome())
+        runs = Benchmark("", lambda given, runs, keep, voice: report.published_outcome())
         _measure("published", runs, given, command)
         return
     rows, skipped = report.predict_file(given.rows, given.given)
@@ -162,8 +161,8 @@ def _learning(given: Given, command: str) -> None:
         [parse_assignment(text) for text in given.set],
         given.reuse,
     )
-    with ProgressLine("learning", patience=0) as progress:
-        study, folder = run_study(options, given.runs, command, anonymise=given.anonymise, progress=progress)
+    with speaking("learning") as voice:
+        study, folder = run_study(options, given.runs, command, anonymise=given.anonymise, voice=voice)
     if given.json:
         print(json.dumps(describe_study(study) | {"folder": str(folder)}))
     else:
@@ -173,8 +172,8 @@ def _learning(given: Given, command: str) -> None:
 def _models(given: Given, command: str) -> None:
     """Cut, prove and train models of libraries, and compare with plain PyTorch."""
     entries = select(given.only, quick=given.quick)
-    with ProgressLine("models", patience=0) as progress:
-        tries = try_models(entries, progress)
+    with speaking("models") as voice:
+        tries = try_models(entries, voice)
     if given.json:
         print(json.dumps(as_json(tries)))
     else:
@@ -188,8 +187,8 @@ def _models(given: Given, command: str) -> None:
 
 def _bits(given: Given, command: str) -> None:
     """Train plans with two checkouts, and compare their checkpoints bit for bit."""
-    with ProgressLine("bits", patience=0) as progress:
-        found = list(checkouts.compare_bits(given.before, given.seed, given.device, progress))
+    with speaking("bits") as voice:
+        found = list(checkouts.compare_bits(given.before, given.seed, given.device, voice))
     for drawn in found:
         print(f"{'equal' if drawn.is_equal else 'DIFFERS'}: {drawn.options} {drawn.why}".strip())
     if wrong := [drawn for drawn in found if not drawn.is_equal]:
@@ -237,7 +236,7 @@ def _fail(message: str) -> NoReturn:
 def _measure(name: str, benchmark: Benchmark, given: Given, command: str) -> None:
     outcome, folder = measure_and_show(
         name,
-        lambda runs, keep, voice: benchmark.measure(given, runs, keep, voice.progress),
+        lambda runs, keep, voice: benchmark.measure(given, runs, keep, voice),
         command,
         outcome_page,
         show,

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from safetensors import safe_open
 from benchmarks.outcome import Outcome, Ratio, new_outcome, ratio_of
 from stagewright.bench.result import Row, measured_row
 from stagewright.errors import RunFailed, UserError
+from stagewright.voice import Voice
 
 AFTER = Path(__file__).parents[1]
 REPEATS = 5
@@ -74,7 +75,7 @@ class Drawn:
         return bool(self.after) and self.before == self.after
 
 
-def measure(before: Path, repeats: int | None, only: str | None, progress: Callable[[str], None]) -> Outcome:
+def measure(before: Path, repeats: int | None, only: str | None, voice: Voice) -> Outcome:
     """Time every command of both checkouts in turns; a ratio above 1 says that this one is faster."""
     rows: list[Row] = []
     ratios: list[Ratio] = []
@@ -84,7 +85,7 @@ def measure(before: Path, repeats: int | None, only: str | None, progress: Calla
                 continue
             found: dict[Path, list[float]] = {AFTER: [], before: []}
             for number in range(repeats or REPEATS):
-                progress(f"{name}, turn {number + 1} of {repeats or REPEATS}")
+                voice.progress(f"{name}, turn {number + 1} of {repeats or REPEATS}")
                 for checkout, values in found.items():
                     seconds, printed = _timed(checkout, words)
                     values.append(json.loads(printed)["images_per_second"] if is_speed else 1 / seconds)
@@ -98,14 +99,14 @@ def measure(before: Path, repeats: int | None, only: str | None, progress: Calla
     )
 
 
-def compare_bits(before: Path, seed: int, device: str, progress: Callable[[str], None]) -> Iterator[Drawn]:
+def compare_bits(before: Path, seed: int, device: str, voice: Voice) -> Iterator[Drawn]:
     """Train ten plans with either checkout, every rank in one process, and compare their checkpoints."""
     with tempfile.TemporaryDirectory(prefix="stagewright-bits-") as folder:
         noise = random.Random(0)
         tokens = Path(folder, "tokens.bin")
         tokens.write_bytes(b"".join(noise.randrange(256).to_bytes(2, "little") for _ in range(TOKENS)))
         for number, options in enumerate(draw(seed, device, tokens)):
-            progress(f"plan {number + 1}: {options}")
+            voice.progress(f"plan {number + 1}: {options}")
             (old, wrong), (new, why) = (
                 _trained(checkout, options, Path(folder, f"{number}-{side}"))
                 for side, checkout in (("before", before), ("after", AFTER))

@@ -24,9 +24,9 @@ from benchmarks.calibration.rows import known_rows
 from stagewright.cluster.catalog import read_catalog, shipped
 from stagewright.cluster.specs import HALF, Catalog
 from stagewright.planning.compare import Evidence
+from stagewright.voice import SILENT, Voice
 
 Array = Any  # a numpy array
-Progress = Callable[[str], None]
 _SPREAD = 0.06  # the error to expect of such a law for one row, in logarithms
 _STEP = 0.02  # for slopes by finite differences, in logarithms
 _ITERATIONS = 5
@@ -236,7 +236,7 @@ class Fit:
         return {".".join(parameter.path): math.exp(log) for parameter, log in pairs}
 
 
-def fit(observed: Sequence[Observation], progress: Progress = lambda text: None) -> Fit:
+def fit(observed: Sequence[Observation], voice: Voice = SILENT) -> Fit:
     """Fit the figures by Gauss-Newton from their priors.
 
     Rows of one source share what nobody wrote down, so each source counts as the root of its rows; a row that is far
@@ -251,7 +251,7 @@ def fit(observed: Sequence[Observation], progress: Progress = lambda text: None)
     moved = [index for index, of in enumerate(touched) if of]
     logs = prior.copy()
     for iteration in range(_ITERATIONS):
-        progress(f"fitting {len(moved)} figures to {len(observed)} rates, pass {iteration + 1} of {_ITERATIONS}")
+        voice.progress(f"fitting {len(moved)} figures to {len(observed)} rates, pass {iteration + 1} of {_ITERATIONS}")
         catalog = make_catalog(known, logs)
         errors = np.array([_error(o, catalog) for o in observed])
         slopes = np.zeros((len(observed), len(moved)))

@@ -6,7 +6,7 @@ With `--rows FILE` it predicts the rows of a file by the shipped calibration ins
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,17 +38,18 @@ from stagewright.planning.predict import IMAGENET, Prediction
 from stagewright.report.columns import Column, page_table, used
 from stagewright.report.live.terminal import plain_table, say
 from stagewright.report.page import Table
+from stagewright.voice import Voice
 
 FILE = "calibration.toml"
 
 
-def measure(folder: Path, progress: Callable[[str], None]) -> Outcome:
+def measure(folder: Path, voice: Voice) -> Outcome:
     """Fit everything, evaluate every split, and write the calibration into the folder."""
     observed = observations()
-    whole = fit(observed, progress)
-    splits = all_splits(progress)
+    whole = fit(observed, voice)
+    splits = all_splits(voice)
     write_text(folder / FILE, calibration_text(whole, class_errors(splits), observed))
-    return make_outcome(whole, splits, staged_pairs(progress))
+    return make_outcome(whole, splits, staged_pairs(voice))
 
 
 def make_outcome(whole: Fit, splits: Sequence[Split], pairs: Sequence[Pair]) -> Outcome:

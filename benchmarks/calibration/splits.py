@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -24,8 +24,8 @@ from benchmarks.calibration.rows import SPLITS, known_rows, split_by_source
 from stagewright.cluster.specs import HALF, Catalog
 from stagewright.hardware.rows import Row
 from stagewright.planning.compare import Evidence, bounds, worst
+from stagewright.voice import SILENT, Voice
 
-Progress = Callable[[str], None]
 _GIVEN_SPREAD = 0.25  # of the one row that tells a host's budget, in logarithms: its compute is off as well
 _COVERAGE = 0.9  # of the intervals
 _SHEET_ERROR = 0.35  # at least, of a card that is known by its data sheet: too few families were ever held back
@@ -189,11 +189,11 @@ def _worst(errors: Iterable[float]) -> float:
     return max((abs(error) for error in errors), default=0.0)
 
 
-def evaluate(seed: int, progress: Progress = lambda text: None) -> Split:
+def evaluate(seed: int, voice: Voice = SILENT) -> Split:
     """Fit one half of the sources, predict the other; one row of every unknown host tells its budget."""
     fitted, held = split_by_source(known_rows(), seed)
     observed = observations({row.source for row in fitted})
-    progress(f"split {seed}: fitting {len(observed)} rates")
+    voice.progress(f"split {seed}: fitting {len(observed)} rates")
     catalog = fit(observed).catalog
     read = [reading for row in held if isinstance(reading := read_row(row, catalog), Reading)]
     given = telling_rows(read, catalog)
@@ -236,9 +236,9 @@ def coverage(splits: Sequence[Split]) -> tuple[int, int]:
     return inside, rows
 
 
-def all_splits(progress: Progress = lambda text: None) -> list[Split]:
+def all_splits(voice: Voice = SILENT) -> list[Split]:
     """The splits that the law was judged by while it was made, and as many others: intervals are of all of them."""
-    return [evaluate(seed, progress) for seed in range(2 * SPLITS)]
+    return [evaluate(seed, voice) for seed in range(2 * SPLITS)]
 
 
 # --- Stages against data parallel -------------------------------------------------------------------------------------
@@ -257,12 +257,12 @@ class Pair:
         return (self.predicted > 1) == (self.measured > 1)
 
 
-def staged_pairs(progress: Progress = lambda text: None) -> list[Pair]:
+def staged_pairs(voice: Voice = SILENT) -> list[Pair]:
     """Every published pair; the staged run of a pair is left out of the fit that predicts it."""
     found = []
     everything = observations()
     for staged, parallel, ratio in published_pairs():
-        progress(f"leaving out {staged}")
+        voice.progress(f"leaving out {staged}")
         rate = staged.rate
         left = [o for o in everything if not (o.is_staged and rate is not None and o.measured == rate)]
         catalog = fit(left).catalog if len(left) < len(everything) else _whole_catalog()

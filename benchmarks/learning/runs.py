@@ -30,7 +30,6 @@ from stagewright.report.read import read_lines
 from stagewright.runtime.process.children import Children
 from stagewright.voice import Voice
 
-Progress = Callable[[str], None]
 After = Callable[[Sequence["TrainedRun"]], None]
 FILE = "learning.json"
 POLL_SECONDS = 0.5
@@ -71,7 +70,7 @@ def train_runs(
     trial_runs: Sequence[TrialRun],
     jobs: int,
     folder: Path,
-    progress: Progress,
+    voice: Voice,
     after: After,
     known: Sequence[TrainedRun],
 ) -> None:
@@ -84,10 +83,10 @@ def train_runs(
     done = set(map(_identity, known))
     waiting = [(number, trial_run) for number, trial_run in enumerate(trial_runs) if _identity(trial_run) not in done]
     if found:
-        progress(f"{len(found)} of {len(trial_runs)} runs are reused")
+        voice.progress(f"{len(found)} of {len(trial_runs)} runs are reused")
         after(found)
     running: list[_Running] = []
-    with shared_gpu(Voice(warn=progress)) if on_gpu and jobs > 1 else nullcontext(), Children() as children:
+    with shared_gpu(voice) if on_gpu and jobs > 1 else nullcontext(), Children() as children:
         shown = time.monotonic()
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -101,7 +100,8 @@ def train_runs(
                 shown = 0.0
             if time.monotonic() - shown > _PROGRESS_SECONDS:
                 shown = time.monotonic()
-                progress(f"{len(found)} of {len(trial_runs)} runs; {'; '.join(run.progress for run in running[:2])}")
+                newest = "; ".join(run.progress for run in running[:2])
+                voice.progress(f"{len(found)} of {len(trial_runs)} runs; {newest}")
 
 
 class _Running:

@@ -22,20 +22,18 @@ from stagewright.hardware.environment import read_environment
 from stagewright.hardware.host import num_cores
 from stagewright.metrics import is_percentage
 from stagewright.run.report import write_page
+from stagewright.voice import Voice
 
 _CLUSTER = "rtx-4090-4"  # times are predicted for it by default
 _MOST_ON_GPU = 6  # runs that share one GPU
-Progress = Callable[[str], None]
 
 
-def run_study(
-    options: StudyOptions, runs: str, command: str, *, anonymise: bool, progress: Progress
-) -> tuple[Study, Path]:
+def run_study(options: StudyOptions, runs: str, command: str, *, anonymise: bool, voice: Voice) -> tuple[Study, Path]:
     """Train every run and write the reports after each; returns the study and its folder."""
     file = open_study(options)
     trial_runs = trial_runs_of(options, file)
     known = earlier_runs(options.reuse, trial_runs)
-    speeds = {} if options.is_real else _predicted_speeds(trial_runs, options.cluster or _CLUSTER, progress)
+    speeds = {} if options.is_real else _predicted_speeds(trial_runs, options.cluster or _CLUSTER, voice)
     clean: Callable[[str], str] = make_cleaner() if anonymise else str
     latest: list[Study] = []
 
@@ -54,7 +52,7 @@ def run_study(
             write_page(study_page(latest[0]), folder / "report.html")
 
         jobs = options.jobs or default_jobs(options, trial_runs)
-        train_runs(trial_runs, jobs, folder / "runs", progress, keep, known.runs)
+        train_runs(trial_runs, jobs, folder / "runs", voice, keep, known.runs)
     return latest[0], folder
 
 
@@ -99,9 +97,7 @@ def default_jobs(options: StudyOptions, trial_runs: Sequence[TrialRun]) -> int:
     return max(1, min(num_cores() // 2, _MOST_ON_GPU) if on_gpu else num_cores())
 
 
-def _predicted_speeds(
-    trial_runs: Sequence[TrialRun], name: str, progress: Progress
-) -> dict[tuple[str, str], TrainingSpeed]:
+def _predicted_speeds(trial_runs: Sequence[TrialRun], name: str, voice: Voice) -> dict[tuple[str, str], TrainingSpeed]:
     """The simulated speed of each trial; those that cannot be simulated are reported and left out."""
     catalog, cluster = open_cluster(name)
     speeds = {}
@@ -110,7 +106,7 @@ def _predicted_speeds(
             try:
                 prediction = predict_config(trial_run.config, catalog, cluster, loads=False)
             except UserError as error:
-                progress(f"{trial_run}: cannot predict its time on {name}: {error}")
+                voice.progress(f"{trial_run}: cannot predict its time on {name}: {error}")
                 continue
             source = f"predicted by the simulator for {name}"
             speeds[trial_run.key] = TrainingSpeed(prediction.images_per_second, source, prediction.plan.world)

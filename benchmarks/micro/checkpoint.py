@@ -22,13 +22,14 @@ from stagewright.run.prepare import prepare
 from stagewright.runtime.checkpoint.save import flats_of
 from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.log import Ledger
+from stagewright.voice import Voice
 
 LIMIT = 1.5  # times the time to copy the state
 REPEATS = 11
 MODEL = "resnet50"
 
 
-def measure(progress: Callable[[str], None]) -> Outcome:
+def measure(voice: Voice) -> Outcome:
     """Time checkpoint and plain copy in turns."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
@@ -47,19 +48,19 @@ def measure(progress: Callable[[str], None]) -> Outcome:
         saved: list[Record] = []
         with Ledger(job, saved.append) as ledger:
             emulation = Emulation(job, ledger.handle)
-            series = _take_turns(emulation, progress)
+            series = _take_turns(emulation, voice)
             state = sum(flat.nbytes for _, flat in flats_of(emulation.workers[0].replicas[0]))
     return make_outcome(series, state, next(record.bytes for record in saved if isinstance(record, Saved)))
 
 
-def _take_turns(emulation: Emulation, progress: Callable[[str], None]) -> dict[str, list[float]]:
+def _take_turns(emulation: Emulation, voice: Voice) -> dict[str, list[float]]:
     """Seconds per repeat."""
     (worker,) = emulation.workers
     state = [flat for _, flat in flats_of(worker.replicas[0])]
     buffers = [torch.empty_like(flat).fill_(0) for flat in state]
     series: dict[str, list[float]] = {"stops": [], "copies": [], "quiet": [], "writing": []}
     for repeat in range(REPEATS + 1):
-        progress(f"checkpoint {repeat} of {REPEATS}")
+        voice.progress(f"checkpoint {repeat} of {REPEATS}")
         is_copy_first = repeat % 2 == 0
         times = {"quiet": _timed(_train, emulation, 2 * repeat)}
         if is_copy_first:

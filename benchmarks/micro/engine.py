@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from stagewright.bench.result import measured_row
 from stagewright.config.toml import FIXED, make_config
 from stagewright.model.load import build_model
 from stagewright.run.train import run
+from stagewright.voice import Voice
 
 _REPEATS = 7
 _STEPS = 60
@@ -58,7 +58,7 @@ _CASES = {
 }
 
 
-def measure(progress: Callable[[str], None]) -> Outcome:
+def measure(voice: Voice) -> Outcome:
     """Run both in turns, so that background load meets both."""
     cases = _CASES["cuda" if torch.cuda.is_available() else "cpu"]
     rates: dict[tuple[Case, str], list[float]] = {}
@@ -66,7 +66,7 @@ def measure(progress: Callable[[str], None]) -> Outcome:
         for number in range(_REPEATS):
             for case in cases:
                 for side in ("engine", "train") if number % 2 else ("train", "engine"):
-                    progress(f"repeat {number + 1} of {_REPEATS}: {case.model}, {case.name}, {side}")
+                    voice.progress(f"repeat {number + 1} of {_REPEATS}: {case.model}, {case.name}, {side}")
                     rate = _by_command(case, folder) if side == "train" else _by_script(case, folder)
                     rates.setdefault((case, side), []).append(rate)
     rows, ratios = [], []

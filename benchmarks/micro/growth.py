@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -28,6 +28,7 @@ from stagewright.plan.plan import Plan
 from stagewright.run.report import open_run
 from stagewright.run.train import Result, run
 from stagewright.schedule.action import SENDS, Op
+from stagewright.voice import Voice
 
 REPEATS = 3
 _MOST = 1.05  # times the memory of the smallest: runs of one shape differ by 1 to 2 %, a microbatch is 2 MiB a layer
@@ -93,14 +94,14 @@ SERIES = (
 )
 
 
-def measure(progress: Callable[[str], None]) -> Outcome:
+def measure(voice: Voice) -> Outcome:
     """Train every shape in turns; rows are the MiB of its fullest rank, ratios the last shape over the first."""
     shapes = [shape for series in SERIES for shape in series.shapes]
     found: dict[Shape, list[Used]] = {shape: [] for shape in shapes}
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
         for number in range(REPEATS):
             for shape in shapes:
-                progress(f"repeat {number + 1} of {REPEATS}: {shape.group}, {shape.name}")
+                voice.progress(f"repeat {number + 1} of {REPEATS}: {shape.group}, {shape.name}")
                 found[shape].append(usage_of(train(shape, folder)))
     return make_outcome(found)
 

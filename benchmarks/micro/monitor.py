@@ -32,13 +32,13 @@ _BATCH = 32
 class Segments:
     """Receives the steps of a run, and starts the monitor for two of every four segments."""
 
-    def __init__(self, job: Job, segment: int, progress: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, segment: int, voice: Voice) -> None:
         self.watched: list[float] = []
         self.alone: list[float] = []
         self.monitors: list[Monitor] = []
         self._job = job
         self._segment = segment
-        self._progress = progress
+        self._voice = voice
         self._began: Step | None = None
         self._monitor: Monitor | None = None
 
@@ -59,10 +59,10 @@ class Segments:
             self._end(record)
 
     def _begin(self, step: Step) -> None:
-        self._progress(f"segment {self._done + 1} of {4 * ROUNDS}")
+        self._voice.progress(f"segment {self._done + 1} of {4 * ROUNDS}")
         self._began = step
         if self._is_watched:
-            self._monitor = make_monitor(self._job, lambda use: None, Voice(warn=self._progress))
+            self._monitor = make_monitor(self._job, lambda use: None, Voice(warn=self._voice.progress))
             self._monitor.start()
 
     def _end(self, step: Step) -> None:
@@ -77,17 +77,17 @@ class Segments:
         self._began = None
 
 
-def measure(progress: Callable[[str], None]) -> Outcome:
+def measure(voice: Voice) -> Outcome:
     """Train on two ranks: once to time a batch, and once in segments with and without the monitor."""
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
-        progress("timing a batch")
+        voice.progress("timing a batch")
         steps: list[Step] = []
         job = _prepare(folder, 2 * _WARMUP)
         _train(job, lambda record: steps.append(record) if isinstance(record, Step) else None)
         batch_seconds = (steps[-1].seconds - steps[_WARMUP].seconds) / (len(steps) - 1 - _WARMUP)
         segment = max(int(SEGMENT_SECONDS / batch_seconds), 1)
         job = _prepare(folder, _WARMUP + 4 * ROUNDS * (segment + 1) + 1)
-        segments = Segments(job, segment, progress)
+        segments = Segments(job, segment, voice)
         _train(job, segments.receive)
     return make_outcome(segments, job.config.run.device, job.config.run.monitor_every)
 

@@ -6,7 +6,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from benchmarks.outcome import Outcome, new_outcome, ratio_of
 from stagewright.bench.result import measured_row
 from stagewright.config.toml import FIXED, make_config
 from stagewright.run.train import run
+from stagewright.voice import Voice
 
-Progress = Callable[[str], None]
 _PLANS = (("dp", "0:0-1", 2), ("sync", "0:0.0:1", 4), ("stale", "0:0.0:1", 4))
 _MODELS = (("vgg-small", 32, 64), ("alexnet", 64, 32), ("resnet18", 64, 32))  # name, image side, batch
 _CLASSES = 10
@@ -24,17 +24,17 @@ _REPEATS = 3
 _STEPS = 20
 
 
-def measure(progress: Progress) -> Outcome:
+def measure(voice: Voice) -> Outcome:
     """Profile each model and run each of its plans, in turns, so that background load meets both."""
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(_REPEATS):
             for model, image, batch in _MODELS:
-                progress(f"repeat {number + 1} of {_REPEATS}: profiling {model}")
+                voice.progress(f"repeat {number + 1} of {_REPEATS}: profiling {model}")
                 file = str(Path(folder) / f"{model}.json")
                 _profile(model, image, batch, file)
                 for mode, placement, microbatches in _PLANS:
-                    progress(f"repeat {number + 1} of {_REPEATS}: {model}, {mode} {placement}")
+                    voice.progress(f"repeat {number + 1} of {_REPEATS}: {model}, {mode} {placement}")
                     pair = _run(model, image, batch, mode, placement, microbatches, file, folder)
                     found.setdefault((model, f"{mode} {placement}, M {microbatches}"), []).append(pair)
     return make_outcome(found)

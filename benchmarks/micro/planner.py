@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.outcome import Outcome, new_outcome
@@ -21,8 +20,8 @@ from stagewright.plan.search import make_search
 from stagewright.planning.setting import make_setting
 from stagewright.planning.simulate import balanced_costs, simulate
 from stagewright.planning.traced import trace_model
+from stagewright.voice import Voice
 
-Progress = Callable[[str], None]
 _SAMPLES = 32  # of the batch per device
 _CLUSTER = """[cluster.made]
 network = "net-100g"
@@ -47,24 +46,24 @@ def machines_cluster(machines: int, each: int) -> Cluster:
     return Cluster((machine,) * machines, f"{machines}x{each}", shipped().links["net-100g"])
 
 
-def measure(progress: Progress) -> Outcome:
+def measure(voice: Voice) -> Outcome:
     """Time every size once: the command `plan` whole, and the search and the simulator alone."""
     rows = []
     sizes = ((2, 5.0), (4, None), (8, None), (16, 15.0), (32, None), (64, None), (128, 60.0), (1024, None))
     for machines, goal in sizes:
-        rows.append(_plan("resnet50", machines, 8, goal, progress))
+        rows.append(_plan("resnet50", machines, 8, goal, voice))
     for devices, goal in ((16, 0.1), (32, None), (64, None)):
-        rows.append(_search("resnet50", flat_cluster(devices), goal, progress))
+        rows.append(_search("resnet50", flat_cluster(devices), goal, voice))
     for machines, goal in ((2, 2.0), (8, None), (32, None), (128, 20.0)):
-        rows.append(_search("resnet152", machines_cluster(machines, 8), goal, progress))
+        rows.append(_search("resnet152", machines_cluster(machines, 8), goal, voice))
     for replicas, microbatches, goal in ((32, 64, None), (64, 128, None), (128, 256, 30.0)):
-        rows.append(_simulation(8, replicas, microbatches, 20, goal, progress))
+        rows.append(_simulation(8, replicas, microbatches, 20, goal, voice))
     return new_outcome("planner", "Seconds of plan, the search and the simulator", 1, unit="s", rows=tuple(rows))
 
 
-def _plan(model: str, machines: int, each: int, goal: float | None, progress: Progress) -> Row:
+def _plan(model: str, machines: int, each: int, goal: float | None, voice: Voice) -> Row:
     """Time `stagewright plan` in a process of its own, from its start to its answer."""
-    progress(f"plan {model} on {machines}x{each}")
+    voice.progress(f"plan {model} on {machines}x{each}")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.toml"
         file.write_text(_CLUSTER.format(machines=machines, each=each))
@@ -84,10 +83,10 @@ def _plan(model: str, machines: int, each: int, goal: float | None, progress: Pr
     return _row(f"plan {model}", f"{machines}x{each}", seconds, goal, result)
 
 
-def _search(model: str, cluster: Cluster, goal: float | None, progress: Progress) -> Row:
+def _search(model: str, cluster: Cluster, goal: float | None, voice: Voice) -> Row:
     """Time the search alone, including memory limits; the model's shapes are already computed."""
     devices = len(cluster.devices)
-    progress(f"{model} on {cluster.name}")
+    voice.progress(f"{model} on {cluster.name}")
     setting = make_setting(trace_model(model).shapes, cluster, "fp32")
     setting.tables("v100-sxm2-16", _SAMPLES)
     begun = time.perf_counter()
@@ -97,11 +96,9 @@ def _search(model: str, cluster: Cluster, goal: float | None, progress: Progress
     return _row(f"search {model}", cluster.name, seconds, goal, shape if len(shape) < 20 else f"{shape[:17]}...")
 
 
-def _simulation(
-    stages: int, replicas: int, microbatches: int, batches: int, goal: float | None, progress: Progress
-) -> Row:
+def _simulation(stages: int, replicas: int, microbatches: int, batches: int, goal: float | None, voice: Voice) -> Row:
     size = f"{stages} stages x {replicas}, M {microbatches}"
-    progress(f"simulating {size}")
+    voice.progress(f"simulating {size}")
     placement = tuple(
         tuple(Device(0, stage * replicas + index) for index in range(replicas)) for stage in range(stages)
     )

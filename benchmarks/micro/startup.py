@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from benchmarks.outcome import Outcome, new_outcome
 from benchmarks.timed_command import Printed, ended, run_command
 from stagewright.bench.result import measured_row
 from stagewright.errors import RunFailed
+from stagewright.voice import Voice
 
 REPEATS = 5
 STEPS = 12
@@ -32,13 +33,13 @@ PARTS = (
 _IN_ALL, _TORCH = "in all", "import torch alone"
 
 
-def measure(progress: Callable[[str], None]) -> Outcome:
+def measure(voice: Voice) -> Outcome:
     """Train and import torch in turns, each time in a fresh process."""
     found: dict[str, list[float]] = {name: [] for name in (*PARTS, _IN_ALL, _TORCH)}
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
         command = [sys.executable, "-m", "stagewright", "train", *OPTIONS.split(), "--runs", str(Path(folder, "runs"))]
         for number in range(REPEATS):
-            progress(f"repeat {number + 1} of {REPEATS}")
+            voice.progress(f"repeat {number + 1} of {REPEATS}")
             for name, seconds in split(command, run_command(command, {})).items():
                 found[name].append(seconds)
             found[_TORCH].append(run_command([sys.executable, "-c", "import torch"], {}).seconds)

@@ -10,7 +10,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +47,7 @@ from stagewright.model.load import build_model
 from stagewright.model.prove import SAMPLES, first_proven, prove
 from stagewright.run.prepare import prepare
 from stagewright.runtime.process.emulate import Emulation
+from stagewright.voice import Voice
 
 BAR = 1e-9  # the largest difference that is none
 STAGES = 4
@@ -56,8 +57,6 @@ _PLANS = {"sync": ("0:0.0:1.0:2.0:3", "sync", STAGES), "stale": ("0:0-1.0:2", "s
 _LIBRARIES = ("torch", "torchvision", "timm", "transformers", "peft")
 _LONGEST = 300  # characters of a reason
 _ANY_SCALE = 3.0  # no power of two, so that dividing by it rounds
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +107,13 @@ def select(only: str | None, *, quick: bool = False) -> list[Entry]:
     return [entry for entry in chosen if entry.is_quick] if quick else chosen
 
 
-def try_models(entries: Sequence[Entry], progress: Progress) -> Tries:
+def try_models(entries: Sequence[Entry], voice: Voice) -> Tries:
     """Try models one after another; those of libraries that are not installed are left out."""
     tried = []
     for entry in entries:
         if entry.is_installed:
             tried.append(try_model(entry))
-            progress(describe(tried[-1]))
+            voice.progress(describe(tried[-1]))
     missing = dict.fromkeys(entry.library for entry in entries if not entry.is_installed)
     return Tries(tuple(tried), _versions(), tuple(missing))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.peers.cases import Side
 from stagewright.bench.demo.ranks import HERE, Ranks, Segment
+from stagewright.voice import Voice
 
 _WARM_STEPS = 3
 
@@ -41,13 +42,11 @@ def take_turn(ranks: Ranks, steps: int, *, on_gpu: bool) -> Segment:
     return segment
 
 
-def take_turns(
-    turns: Sequence[Callable[[], Segment]], repeats: int, progress: Callable[[str], None]
-) -> list[list[Segment]]:
+def take_turns(turns: Sequence[Callable[[], Segment]], repeats: int, voice: Voice) -> list[list[Segment]]:
     """The segments of each side, timed in the order A B A B ...; the first of each is a warm-up and does not count."""
     segments: list[list[Segment]] = [[] for _ in turns]
     for repeat in range(repeats + 1):
-        progress(f"repeat {repeat} of {repeats}" if repeat else "warming up")
+        voice.progress(f"repeat {repeat} of {repeats}" if repeat else "warming up")
         for take_turn, timed in zip(turns, segments, strict=True):
             timed.append(take_turn())
     return [timed[1:] for timed in segments]

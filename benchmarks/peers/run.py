@@ -26,23 +26,20 @@ from stagewright.config.toml import FIXED, make_config
 from stagewright.run.prepare import prepare
 from stagewright.voice import Voice
 
-Progress = Callable[[str], None]
 _BATCHES_IN_MEMORY = 8
 _RATE = 0.001  # learning rate, small enough for any number of steps
 
 
-def run_cases(
-    suite: PeerSuite, repeats: int, steps: int, progress: Progress, keep: Callable[[Outcome], None]
-) -> Outcome:
+def run_cases(suite: PeerSuite, repeats: int, steps: int, voice: Voice, keep: Callable[[Outcome], None]) -> Outcome:
     """Run the cases of a suite one after another, then its pairs; `keep` receives the outcome so far after each."""
     outcome = new_outcome(suite.name, suite.title, repeats, steps, unit=suite.measure.unit)
     for case in suite.cases:
         with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
-            segments = _run_case(case, repeats, steps or case.steps, Path(folder), progress)
+            segments = _run_case(case, repeats, steps or case.steps, Path(folder), voice)
         outcome = with_case(outcome, suite.measure, case, segments, steps or case.steps)
         keep(replace(outcome, is_whole=case is suite.cases[-1] and not suite.pairs))
     for pair in suite.pairs:
-        outcome = run_pair(outcome, pair, repeats, steps or pair.steps, progress)
+        outcome = run_pair(outcome, pair, repeats, steps or pair.steps, voice)
         keep(replace(outcome, is_whole=pair is suite.pairs[-1]))
     return outcome
 
@@ -99,21 +96,21 @@ def _tokens(workload: Workload, measure: Measure, repeats: Sequence[Repeat]) -> 
     return f"{median(repeat.rate for repeat in repeats) * workload.input_shape[0]:,.0f} tokens/s"
 
 
-def _run_case(case: Case, repeats: int, steps: int, folder: Path, progress: Progress) -> dict[Side, list[Segment]]:
-    progress(f"{case.workload}: starting {', '.join(side.name for side in case.sides)}")
+def _run_case(case: Case, repeats: int, steps: int, folder: Path, voice: Voice) -> dict[Side, list[Segment]]:
+    voice.progress(f"{case.workload}: starting {', '.join(side.name for side in case.sides)}")
     jobs = _save_jobs(case, folder)
     on_gpu = case.workload.setting.device == "cuda"
     with ExitStack() as stack:
         if on_gpu:
-            stack.enter_context(shared_gpu(Voice(warn=progress)))
+            stack.enter_context(shared_gpu(voice))
         ranks = open_ranks(stack, jobs, folder, {side: side.world(case.workload) for side in jobs})
         if case.workload.setting.is_compiled:
-            progress(f"{case.workload}: compiling")
+            voice.progress(f"{case.workload}: compiling")
             compile_together(ranks)
         turns = [
             partial(take_turn, one, side.steps or steps, on_gpu=on_gpu) for side, one in zip(jobs, ranks, strict=True)
         ]
-        segments = take_turns(turns, repeats, lambda text: progress(f"{case.workload}: {text}"))
+        segments = take_turns(turns, repeats, Voice(progress=lambda text: voice.progress(f"{case.workload}: {text}")))
     return dict(zip(jobs, segments, strict=True))
 
 

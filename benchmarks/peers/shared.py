@@ -34,7 +34,6 @@ from stagewright.planning.setting import make_setting, measured_link
 from stagewright.profile.profile import Profile, read_profile
 from stagewright.voice import Voice
 
-Progress = Callable[[str], None]
 CLUSTER = "h200-shared-8"
 RANKS = 8
 PRECISION = "bf16"
@@ -122,7 +121,7 @@ def make_case(predicted: ModelPrediction) -> Case:
 def measure(
     repeats: int,
     folder: Path,
-    progress: Progress,
+    voice: Voice,
     keep: Callable[[Outcome], None],
     *,
     reuse: Sequence[str] = (),
@@ -137,11 +136,11 @@ def measure(
         known = models(only)
         predicted = [one for one in read_predictions(Path(reuse[0]) / PREDICTIONS) if one.model in known]
     else:
-        with shared_gpu(Voice(warn=progress)):
+        with shared_gpu(voice):
             for model in models(only):
-                progress(f"profiling {model}")
+                voice.progress(f"profiling {model}")
                 take_profile(model, folder / f"{model}.json")
-        predicted = predict_models(folder, progress, only)
+        predicted = predict_models(folder, voice, only)
     write_predictions(predicted, folder)
     suite = PeerSuite(
         "shared", "Eight ranks on one GPU, predicted and measured", IMAGES, tuple(map(make_case, predicted))
@@ -150,7 +149,7 @@ def measure(
         figures = {f"{one.model}: torch DDP, images/s": one.parallel for one in predicted}
         figures |= {f"{one.model}: {one.plan.mode} {one.plan.shape}, images/s": one.chosen for one in predicted}
         return new_outcome(suite.name, suite.title, 1, figures=figures)
-    return run_cases(suite, repeats, 0, progress, keep)
+    return run_cases(suite, repeats, 0, voice, keep)
 
 
 def models(only: str | None = None) -> list[str]:
@@ -161,12 +160,12 @@ def models(only: str | None = None) -> list[str]:
     return found
 
 
-def predict_models(folder: Path, progress: Progress, only: str | None = None) -> list[ModelPrediction]:
+def predict_models(folder: Path, voice: Voice, only: str | None = None) -> list[ModelPrediction]:
     """The predictions by the profiles in a folder."""
     found = []
     for model in models(only):
         found.append(predict_model(model, read_profile(folder / f"{model}.json")))
-        progress(f"predicted: {found[-1]}")
+        voice.progress(f"predicted: {found[-1]}")
     return found
 
 

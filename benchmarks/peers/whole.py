@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from stagewright.data.convert import Shrink, convert
 from stagewright.data.datasets import Kind
 from stagewright.errors import RunFailed
 from stagewright.hardware.host import num_cores
+from stagewright.voice import Voice
 
 _FIRST = 10  # steps, after which a command has started
 _FIRST_LINE = re.compile(rf"\bstep +{_FIRST}/")
@@ -97,7 +98,7 @@ class _Turn:
     started: float  # seconds from its start to the end of its first steps
 
 
-def run_pair(outcome: Outcome, pair: CommandPair, repeats: int, steps: int, progress: Callable[[str], None]) -> Outcome:
+def run_pair(outcome: Outcome, pair: CommandPair, repeats: int, steps: int, voice: Voice) -> Outcome:
     """Add a pair: the speeds of both sides, and the seconds to their first steps, without and with caches."""
     ours, theirs = pair.names
     turns: dict[str, list[_Turn]] = {ours: [], theirs: []}
@@ -107,7 +108,7 @@ def run_pair(outcome: Outcome, pair: CommandPair, repeats: int, steps: int, prog
         commands = dict(zip(pair.names, pair.commands(steps, folder), strict=True))
         for number in range(repeats):
             for side in (ours, theirs) if number % 2 == 0 else (theirs, ours):
-                progress(f"{pair}: turn {number + 1} of {repeats}, {side}")
+                voice.progress(f"{pair}: turn {number + 1} of {repeats}, {side}")
                 caches = {name: str(folder / side.split()[0] / name) for name in _CACHES}
                 turns[side].append(_take_turn(commands[side], folder / "runs", caches))
     rows: list[Row] = []

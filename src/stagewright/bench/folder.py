@@ -86,6 +86,13 @@ def run_to_folder(
     return latest[0], folder
 
 
+@contextmanager
+def speaking(name: str) -> Iterator[Voice]:
+    """A voice whose warnings and progress are lines on standard error."""
+    with ProgressLine(name, patience=0) as line:
+        yield Voice(warn=line, progress=line)
+
+
 def measure_and_show(
     name: str,
     measure: Callable[[Path, Callable[[Found], None], Voice], Found],
@@ -98,8 +105,7 @@ def measure_and_show(
     as_json: bool,
 ) -> tuple[Found, Path]:
     """Measure into a folder, and print the tables or one JSON object."""
-    with ProgressLine(name, patience=0) as progress:
-        voice = Voice(warn=progress, progress=progress)
+    with speaking(name) as voice:
         outcome, folder = run_to_folder(
             name, runs, command, lambda logs, keep: measure(logs, keep, voice), page, anonymise=anonymise
         )

@@ -20,6 +20,7 @@ from stagewright.errors import RunFailed
 from stagewright.events import Evaluated, Step, encode
 from stagewright.report.markdown import as_markdown
 from stagewright.run.train import run
+from stagewright.voice import SILENT
 from tests.benchmarks.learning.made import findings, trained
 
 
@@ -88,7 +89,7 @@ def trial_runs(seeds: int = 2, **changes: Any) -> list[TrialRun]:
 
 def trained_from(asked: list[TrialRun], jobs: int, folder: Path, known: list[TrainedRun]) -> list[list[TrainedRun]]:
     calls: list[list[TrainedRun]] = []
-    train_runs(asked, jobs, folder, lambda text: None, lambda found: calls.append(list(found)), known)
+    train_runs(asked, jobs, folder, SILENT, lambda found: calls.append(list(found)), known)
     return calls
 
 

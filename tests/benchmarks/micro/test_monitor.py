@@ -10,6 +10,7 @@ import pytest
 from benchmarks.micro import monitor
 from benchmarks.micro.monitor import Segments
 from stagewright.events import Step
+from stagewright.voice import SILENT
 
 
 class FakeMonitor:
@@ -37,7 +38,7 @@ def test_two_of_four_segments_are_monitored(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(monitor, "make_monitor", make)
     monkeypatch.setattr(monitor, "ROUNDS", 2)
     job: Any = SimpleNamespace(plan=SimpleNamespace(batch=10))
-    monitored = Segments(job, 4, lambda text: None)
+    monitored = Segments(job, 4, SILENT)
     on: list[bool] = []
     for batch in range(40 + 8 * 5 + 3):
         monitored.receive(Step(batch, 0, 1.0, 0.1, batch * 0.5, 20.0))

@@ -13,6 +13,7 @@ from benchmarks.peers.cases import SUITES, only_cases
 from benchmarks.peers.whole import CommandPair, run_pair
 from stagewright.data.datasets import open_records
 from stagewright.errors import RunFailed
+from stagewright.voice import SILENT, Voice
 
 _OURS = """
 import json, os, pathlib, sys
@@ -45,7 +46,9 @@ class _Scripts(CommandPair):
 
 def test_a_pair_compares_speeds_and_starts_turn_by_turn() -> None:
     said: list[str] = []
-    outcome = run_pair(new_outcome("gpu", "", 3, 110), _Scripts("resnet50", 256, "bf16"), 3, 110, said.append)
+    outcome = run_pair(
+        new_outcome("gpu", "", 3, 110), _Scripts("resnet50", 256, "bf16"), 3, 110, Voice(progress=said.append)
+    )
     speeds, empty, full = outcome.ratios
     assert [len(row.repeats) for row in outcome.rows] == [3, 3, 1, 1, 2, 2]
     assert [row.unit for row in outcome.rows] == ["", "", "seconds", "seconds", "seconds", "seconds"]
@@ -62,7 +65,7 @@ def test_a_pair_compares_speeds_and_starts_turn_by_turn() -> None:
 
 def test_a_pair_from_files_compares_the_same_command_with_synthetic_images() -> None:
     pair, said = _Scripts("resnet50", 256, "bf16", from_files=True, images=6), list[str]()
-    outcome = run_pair(new_outcome("gpu", "", 2, 110), pair, 2, 110, said.append)
+    outcome = run_pair(new_outcome("gpu", "", 2, 110), pair, 2, 110, Voice(progress=said.append))
     (speeds,) = outcome.ratios
     assert [len(row.repeats) for row in outcome.rows] == [2, 2] and speeds.ratio.value == pytest.approx(0.98)
     assert (speeds.goal, speeds.is_met) == (">= 0.97", True) and "from files" in speeds.ours
@@ -75,9 +78,7 @@ def test_a_pair_from_files_compares_the_same_command_with_synthetic_images() -> 
 def test_a_command_that_fails_ends_a_pair_in_one_line() -> None:
     for plain in ("import sys; sys.exit('no CUDA here')", "print('step 9/110')"):
         with pytest.raises(RunFailed, match="ended with") as caught:
-            run_pair(
-                new_outcome("gpu", "", 1, 110), _Scripts("resnet50", 256, "bf16", plain=plain), 1, 110, lambda _: None
-            )
+            run_pair(new_outcome("gpu", "", 1, 110), _Scripts("resnet50", 256, "bf16", plain=plain), 1, 110, SILENT)
         assert "\n" not in str(caught.value)
 
 
