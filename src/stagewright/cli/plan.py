@@ -22,7 +22,6 @@ from stagewright.errors import UserError
 from stagewright.files import write_text
 from stagewright.metrics import MIB, format_rate
 from stagewright.plan.make import PLAN_FORMAT
-from stagewright.plan.plan import Plan
 from stagewright.plan.stability import Motion, stability_warning, stable_limit
 from stagewright.planning.build import BUBBLE_GOAL, idle_warning
 from stagewright.planning.compare import Comparison, Interval, compare
@@ -329,13 +328,9 @@ def _about_choice(answer: Answer) -> Iterator[str]:
 def _at_lags(answer: Answer) -> Iterator[str]:
     """The speed of the plan to run at every lag."""
     for lag, found in enumerate(answer.choice.lags):
-        mine = " (this plan)" if lag == _most_lag(answer.choice.best.plan) else ""
+        mine = " (this plan)" if lag == answer.choice.best.plan.lag else ""
         speed = f"{format_rate(found.images_per_second)} {answer.asked.rate}"
         yield f"{lag}{mine}: {speed}, waits {found.steady.bubble:.0%}"
-
-
-def _most_lag(plan: Plan) -> int:
-    return max(stage.versions for stage in plan.stages) - 1
 
 
 def _warnings(answer: Answer) -> list[str]:
@@ -356,7 +351,7 @@ def _stability(answer: Answer) -> dict[str, Any]:
     rate, options, plan = answer.asked.question.rate, answer.asked.question.config.optimizer, answer.choice.best.plan
     if rate is None or not has_stable_rate(options.name):
         return {}
-    motion = Motion(options.momentum, _most_lag(plan), options.predict, options.nesterov)
+    motion = Motion(options.momentum, plan.lag, options.predict, options.nesterov)
     warning = stability_warning(motion, rate, takes_staleness=plan.mode.preset.has_staleness)
     return {"stable_limit": stable_limit(motion), "warning": warning}
 

@@ -189,7 +189,7 @@ class Estimate:
         return max(0.0, self.parameters(stage) - sum(tied.size for tied in self._tied(stage)))
 
     def _tied(self, stage: int) -> list[TiedParameter]:
-        return [tied for tie in self.plan.ties for tied in tie.parameters if stage in tied.homes]
+        return [tied for tied in self.plan.tied if stage in tied.homes]
 
     def boundary(self, stage: int, *, backward: bool) -> float:
         """Bytes of a message across the cut behind a stage."""

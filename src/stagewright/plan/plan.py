@@ -127,6 +127,21 @@ class Plan:
         return self.mode.preset.is_per_batch and all(stage.versions == 1 for stage in self.stages)
 
     @property
+    def lag(self) -> int:
+        """How many updates the weights of the stage that lags most are behind."""
+        return max(stage.versions for stage in self.stages) - 1
+
+    @property
+    def widest(self) -> int:
+        """The most replicas of a stage."""
+        return max(stage.replicas for stage in self.stages)
+
+    @property
+    def tied(self) -> list[TiedParameter]:
+        """The parameters of all ties."""
+        return [parameter for tie in self.ties for parameter in tie.parameters]
+
+    @property
     def decision_delay(self) -> int:
         """Batches until the last stage knows whether one was skipped: L of the design."""
         return 1 if self.is_synchronous else max(len(self.stages), self.stages[0].versions)

@@ -232,14 +232,13 @@ def _bubble(plan: Plan, setting: Setting | None, costs: Callable[[Plan], Costs] 
 def with_agreement(config: Config, plan: Plan) -> Plan:
     """The plan with what stages exchange before an update: norms to clip by, and overflow flags of fp16."""
     scaled = config.run.precision == "fp16"
-    most = max(stage.replicas for stage in plan.stages)
     if scaled and not plan.mode.preset.is_per_batch:
         known = ", ".join(Mode.where(lambda preset: preset.is_per_batch))
         raise UserError(f"precision fp16 supports modes {known}, but the mode is {plan.mode}; use bf16")
-    if scaled and plan.microbatches < most:
+    if scaled and plan.microbatches < plan.widest:
         raise UserError(
-            f"precision fp16 needs a microbatch for each of the {most} replicas, but a batch has {plan.microbatches}; "
-            "raise --microbatches"
+            f"precision fp16 needs a microbatch for each of the {plan.widest} replicas, but a batch has "
+            f"{plan.microbatches}; raise --microbatches"
         )
     if len(plan.stages) == 1:
         return plan
@@ -259,11 +258,10 @@ def with_agreement(config: Config, plan: Plan) -> Plan:
 
 def idle_warning(plan: Plan) -> str | None:
     """A warning if a batch has too few microbatches to give every replica one."""
-    most = max(stage.replicas for stage in plan.stages)
-    if plan.microbatches >= most:
+    if plan.microbatches >= plan.widest:
         return None
     microbatches = counted(plan.microbatches, "microbatch", "es")
-    return f"{microbatches} for {most} replicas: some have nothing to do in each batch; raise --microbatches"
+    return f"{microbatches} for {plan.widest} replicas: some have nothing to do in each batch; raise --microbatches"
 
 
 def warn_about_waiting(plan: Plan, bubble_of: Bubble, voice: Voice) -> None:
@@ -276,9 +274,8 @@ def _remedy(plan: Plan, bubble_of: Bubble) -> str:
     """The fewest microbatches that fill the pipeline at the fullest lag, as far as the profile covers them."""
 
     def with_default_depths(microbatches: int) -> Plan:
-        tied = [parameter for tie in plan.ties for parameter in tie.parameters]
         return make_plan(
-            plan.placement, batch=plan.batch, microbatches=microbatches, mode=plan.mode, cuts=plan.cuts, tied=tied
+            plan.placement, batch=plan.batch, microbatches=microbatches, mode=plan.mode, cuts=plan.cuts, tied=plan.tied
         )
 
     defaults = with_default_depths(plan.microbatches)
@@ -303,11 +300,10 @@ def warn_about_lag(config: Config, plan: Plan, voice: Voice) -> None:
     for tie in plan.ties:
         if (own := plan.stages[tie.stages[0]].versions) > 1:
             voice.warn(f"{tie}, so each of them lags {counted(own - 1, 'update')}")
-    lag = max(stage.versions for stage in plan.stages) - 1
-    if options.predict and lag == 0:
+    if options.predict and plan.lag == 0:
         voice.warn("--predict changes nothing: no stage lags")
     if has_stable_rate(options.name):
-        motion = Motion(options.momentum, lag, options.predict, options.nesterov)
+        motion = Motion(options.momentum, plan.lag, options.predict, options.nesterov)
         takes_staleness = plan.mode.preset.has_staleness and config.plan.versions is None
         if warning := stability_warning(motion, options.lr, takes_staleness=takes_staleness):
             voice.warn(warning)

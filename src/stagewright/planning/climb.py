@@ -235,11 +235,10 @@ def least_lag(plan: Plan, bubble: Callable[[Plan], float]) -> Plan:
 def every_lag(plan: Plan) -> list[Plan]:
     """The same plan with no lag, with a lag of one update, and so on."""
     count = len(plan.stages)
-    tied = [parameter for tie in plan.ties for parameter in tie.parameters]
     found = []
     for most in range(1, count + 1):
         stages = tuple(replace(stage, versions=min(count - stage.index, most)) for stage in plan.stages)
-        found.append(with_ties(replace(plan, stages=stages), tied))
+        found.append(with_ties(replace(plan, stages=stages), plan.tied))
     return found
 
 

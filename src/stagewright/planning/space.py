@@ -143,8 +143,7 @@ class Space:
 
     def _changes(self, plan: Plan) -> Iterator[Plan]:
         placement, cuts = plan.placement, plan.cuts
-        widest = max(stage.replicas for stage in plan.stages)
-        counts = [plan.microbatches, *(self._near_counts(plan, widest) if self.microbatches is None else ())]
+        counts = [plan.microbatches, *(self._near_counts(plan) if self.microbatches is None else ())]
         for moved, count in itertools.product([cuts, *self._moved_cuts(cuts)], counts):  # the best cut differs with M
             if moved != cuts or count != plan.microbatches:
                 yield _remade(plan, placement, moved, count)
@@ -188,9 +187,9 @@ class Space:
         """The place of the last device of each kind."""
         return {self.cluster.kind_of(device): index for index, device in enumerate(devices)}
 
-    def _near_counts(self, plan: Plan, replicas: int) -> list[int]:
+    def _near_counts(self, plan: Plan) -> list[int]:
         most = 16 * plan.world
-        known = [count for count in self._covered if replicas <= count <= most or count == plan.microbatches]
+        known = [count for count in self._covered if plan.widest <= count <= most or count == plan.microbatches]
         if plan.microbatches not in known:
             return []
         at = known.index(plan.microbatches)
@@ -204,13 +203,12 @@ def _with(row: tuple[_T, ...], index: int, value: _T) -> tuple[_T, ...]:
 
 def _remade(plan: Plan, placement: tuple[Part, ...], cuts: Sequence[str], microbatches: int | None = None) -> Plan:
     """The plan with another placement, cuts or microbatches; versions and depths are the defaults of these."""
-    lag = max(stage.versions for stage in plan.stages) - 1
     return make_plan(
         placement,
         batch=plan.batch,
         microbatches=microbatches or plan.microbatches,
         mode=plan.mode,
-        staleness=min(lag, len(placement) - 1) if plan.mode.preset.has_staleness else None,
+        staleness=min(plan.lag, len(placement) - 1) if plan.mode.preset.has_staleness else None,
         cuts=cuts,
     )
 

@@ -36,7 +36,7 @@ def cluster_worth(
     return {
         "cluster": setting.cluster.name,
         "plan": f"{best.plan.mode} {best.plan.shape}",
-        "lag": max(stage.versions for stage in best.plan.stages) - 1,
+        "lag": best.plan.lag,
         "images_per_second": rate,
         "low": own.low,
         "high": own.high,

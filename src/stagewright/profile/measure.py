@@ -41,16 +41,19 @@ class Workload:
     """What is profiled; plain values, so that it can be sent to another process."""
 
     model: str
-    seed: int
     classes: int | None
     input: tuple[int, ...]
     precision: str
     device: str
     threads: int
     samples: tuple[int, ...]
-    channels_last: bool = False  # images of convolutional models, as ranks on GPUs store them
     tokens: int = 0  # samples are whole numbers below this one; 0: real numbers
     frozen: str | None = None  # patterns of parameters that are not trained
+
+    @property
+    def is_channels_last(self) -> bool:
+        """Whether images of convolutional models are stored so, as ranks on GPUs do."""
+        return self.device == "cuda"
 
 
 class Clock:
@@ -114,9 +117,9 @@ def measure(
 def build_workload(workload: Workload) -> nn.Module:
     """The model of a workload, on its device, in training mode, stored as a rank stores it."""
     side = workload.input[-1] if len(workload.input) == 3 else None
-    model = build_model(workload.model, workload.seed, workload.classes, image=side, frozen=workload.frozen)
+    model = build_model(workload.model, 0, workload.classes, image=side, frozen=workload.frozen)
     is_convolutional = any(isinstance(module, nn.Conv2d) for module in model.modules())
-    order = torch.channels_last if workload.channels_last and is_convolutional else torch.preserve_format
+    order = torch.channels_last if workload.is_channels_last and is_convolutional else torch.preserve_format
     model = cast(nn.Module, model.to(device=workload.device, memory_format=order))  # type: ignore[call-overload]
     if workload.precision == "fp64":
         model = model.double()
@@ -151,7 +154,7 @@ def make_example(workload: Workload, samples: int) -> Tensor:
     if workload.tokens:
         return torch.randint(workload.tokens, (samples, *workload.input), device=workload.device)
     example = torch.randn(samples, *workload.input, device=workload.device)
-    if workload.channels_last and example.dim() == 4:
+    if workload.is_channels_last and example.dim() == 4:
         example = example.contiguous(memory_format=torch.channels_last)
     return example.double() if workload.precision == "fp64" else example
 

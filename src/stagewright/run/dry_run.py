@@ -46,7 +46,7 @@ def dry_run(
     with within_memory(**memory_options(config)):
         fields = opening.fields(opening.source, opening.order(plan).microbatch(0, plan.microbatches))
     given, loss = opening.binding.given(fields), Loss(opening.loss)
-    tied = {parameter.names: parameter.homes for tie in plan.ties for parameter in tie.parameters}
+    tied = {parameter.names: parameter.homes for parameter in plan.tied}
     assert tied == {names: homes for names, homes, _ in tied_parameters(chain.model, pieces)}, "the plan has other ties"
     is_known = is_ours(config.model.name)
     share = len(given.inputs) / _FORWARDS

@@ -257,8 +257,7 @@ def _reason(searched: Searched) -> str:
         words.append(f"{what} would reach {speed} {asked.rate}")
     if searched.lagging is not None:
         plan, speed = searched.lagging.plan, format_rate(searched.lagging.prediction.images_per_second)
-        lag = max(stage.versions for stage in plan.stages) - 1
-        words.append(f"--mode stale {speed} {asked.rate} with weights {counted(lag, 'update')} behind")
+        words.append(f"--mode stale {speed} {asked.rate} with weights {counted(plan.lag, 'update')} behind")
     return ", ".join(words) or "nothing else fits"
 
 

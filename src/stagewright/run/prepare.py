@@ -210,7 +210,7 @@ def _tried(opening: Opening, voice: Voice) -> Prepared:
         ranks=plan.world,
         idle=_idle_machine(config, plan),
         microbatches=plan.microbatches,
-        replicas=max(stage.replicas for stage in plan.stages),
+        replicas=plan.widest,
         pause_step=plan.pause_step,
         pauses=pauses,
         batches=batches,

@@ -97,14 +97,12 @@ def measure_profile(subject: Subject, voice: Voice = SILENT, form: Form | None =
     for name, precision in precisions.items():
         workload = Workload(
             subject.model,
-            0,
             subject.classes,
             form.shapes[0],
             name,
             subject.device,
             subject.threads,
             subject.samples,
-            on_gpu,
             _vocabulary(subject) if form.dtypes == ("int64",) else 0,
             subject.freeze,
         )

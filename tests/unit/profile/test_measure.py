@@ -15,7 +15,7 @@ from stagewright.run.profile import Subject, measure_profile
 
 
 def workload(model: str, samples: tuple[int, ...] = (2, 4)) -> Workload:
-    return Workload(model, 0, None, (3, 8, 8), "fp32", "cpu", 1, samples)
+    return Workload(model, None, (3, 8, 8), "fp32", "cpu", 1, samples)
 
 
 def test_a_profile_has_every_unit_and_the_models_parameters() -> None:

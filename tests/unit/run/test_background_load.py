@@ -22,7 +22,7 @@ def test_processes_train_at_every_size_and_are_never_killed(monkeypatch: pytest.
             started.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", Noted)
-    workload = Workload("tests.models:plain", 0, None, (3, 8, 8), "bf16", "cpu", 1, (2, 4))
+    workload = Workload("tests.models:plain", None, (3, 8, 8), "bf16", "cpu", 1, (2, 4))
     with background_load(workload, 1) as use:
         use(2)
         use(4)
@@ -30,6 +30,6 @@ def test_processes_train_at_every_size_and_are_never_killed(monkeypatch: pytest.
 
 
 def test_a_process_that_dies_is_one_line() -> None:
-    workload = Workload("tests.models:no_such_model", 0, None, (3, 8, 8), "fp32", "cpu", 1, (2,))
+    workload = Workload("tests.models:no_such_model", None, (3, 8, 8), "fp32", "cpu", 1, (2,))
     with pytest.raises(UserError, match="ended with code"), background_load(workload, 1) as use:
         use(2)

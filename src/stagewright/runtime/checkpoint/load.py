@@ -21,7 +21,7 @@ def restore(worker: Worker, checkpoint: Checkpoint) -> None:
     """Set a worker's replicas to the state in the checkpoint."""
     manifest = checkpoint.manifest
     is_same = manifest.plan.computes_as(worker.plan)
-    tied = [parameter.names for tie in worker.plan.ties for parameter in tie.parameters]
+    tied = [parameter.names for parameter in worker.plan.tied]
     aliases = {name: names for names in tied for name in names}
     for replica in worker.replicas.values():
         loading = _Loading(replica, checkpoint, replica.stage.ranks.index(worker.rank), aliases)

@@ -350,7 +350,7 @@ def _replica(
     splits = job.is_conditional or bool(job.plan.ties) or len(job.groups) > 1  # see `Weights`
     splits |= sees_tensors(config.optimizer.name)
     weights = Weights(ring.master, tuple(ring.parameters) if splits and ring.parameters else None)
-    tied_names = [parameter.names for tie in job.plan.ties for parameter in tie.parameters]
+    tied_names = [parameter.names for parameter in job.plan.tied]
     first_names = {name: names[0] for names in tied_names for name in names}
     optimizer = make_optimizer(config.optimizer, weights, rates, job.groups, factory, first_names)
     average = None
