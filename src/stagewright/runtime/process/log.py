@@ -336,7 +336,7 @@ class Ledger(EventHandler):
         voice: Voice = SILENT,
         wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.wants_stop = wants_stop  # type: ignore[method-assign]
+        self._wants_stop = wants_stop
         self._job = job
         self._folder = folder = Path(job.folder)
         clear(folder)
@@ -380,6 +380,9 @@ class Ledger(EventHandler):
 
     def drain(self) -> None:
         self._committer.drain()
+
+    def wants_stop(self) -> bool:
+        return self._wants_stop()
 
     def handle(self, event: Event) -> None:
         if isinstance(event, Restarted):

@@ -132,13 +132,11 @@ class Session:
     def _new(self, found: Iterator[Delivery | None]) -> Iterator[BatchDone | None]:
         """The batches that are done, each as the first rank of this process has done it."""
         for done in found:
-            if isinstance(done, BatchDone):
-                if done.batch <= self._newest:
-                    continue
+            if not isinstance(done, BatchDone):
+                yield None
+            elif done.batch > self._newest:
                 self._newest = done.batch
                 yield done
-            else:
-                yield None
 
     def _be_sure(self, last: int) -> None:
         """Up to where all ranks train at least: to what is begun when a loop is left at the next batch that it sees."""
