@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names and files may hold what is no text
     parser = make_parser()
-    arguments, rest = _split(_with_action(sys.argv[1:] if arguments is None else arguments))
+    arguments, rest = _split(sys.argv[1:] if arguments is None else arguments)
     if not arguments:
         sys.stdout.write(parser.screen())
         sys.exit(USER_ERROR)
@@ -79,25 +79,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(f"{error.filename}: {error.strerror}; give another path")
 
 
-def _with_action(arguments: Sequence[str]) -> Sequence[str]:
-    """`runs` alone lists runs."""
-    is_bare = list(arguments[:1]) == ["runs"] and (len(arguments) == 1 or arguments[1].startswith("-"))
-    asks_for_help = bool({"-h", "--help", "--help-all"} & set(arguments[1:2]))
-    return ["runs", "list", *arguments[1:]] if is_bare and not asks_for_help else arguments
-
-
-def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """The arguments of the command, and those of something else.
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments of the command, and those of something else; `runs` alone lists runs.
 
     Behind `--` they are of the script that `run` runs; of `runs tag`, +TAG and -TAG would look like options.
     """
-    if list(arguments[:2]) == ["runs", "tag"]:
-        tags = [word for word in arguments[2:] if _TAG.match(word) and word != "-h"]
-        return [word for word in arguments if word not in tags], tags
-    if not arguments or arguments[0] != "run" or "--" not in arguments:
-        return arguments, ()
-    place = list(arguments).index("--")
-    return arguments[:place], arguments[place + 1 :]
+    words = list(arguments)
+    match words:
+        case ["runs", *_] if not words[1:] or words[1].startswith("-"):
+            return words if {"-h", "--help", "--help-all"} & set(words[1:2]) else ["runs", "list", *words[1:]], []
+        case ["runs", "tag", *rest]:
+            tags = [word for word in rest if _TAG.match(word) and word != "-h"]
+            return [word for word in words if word not in tags], tags
+        case ["run", *_] if "--" in words:
+            place = words.index("--")
+            return words[:place], words[place + 1 :]
+    return words, []
 
 
 def _require_linux(parsed: argparse.Namespace) -> None:
@@ -118,9 +115,7 @@ def _require_known(parser: Parser, arguments: Sequence[str]) -> None:
     """An error about a command, an action or an option that there is not, before one about what is missing."""
     words = list(arguments)
     for what in ("command", "action"):
-        if not parser.parsers:
-            break
-        if not words or words[0].startswith("-"):
+        if not parser.parsers or not words or words[0].startswith("-"):
             break
         parser.require_name(words[0], what)
         parser = parser.parsers[words.pop(0)]

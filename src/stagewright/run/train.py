@@ -32,7 +32,7 @@ from stagewright.metrics import IMAGES, ThroughputUnit, format_rate, metric_word
 from stagewright.plan.estimate import Estimate
 from stagewright.plan.plan import Plan
 from stagewright.planning.run_setting import memory_setting
-from stagewright.report.live.progress import Progress
+from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import RunConsole, voice_of
 from stagewright.report.read import evaluated_on
 from stagewright.report.run import run_page
@@ -141,7 +141,7 @@ class _Asked:
     callbacks: Callbacks
     script: Sequence[str] | None
     keeps_weights: bool
-    progress: Progress
+    progress: ProgressLine | None
     spare: SpareRanks | None
 
     @property
@@ -156,7 +156,7 @@ def run(
     script: Sequence[str] | None = None,
     *,
     keeps_weights: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressLine | None = None,
     spare: SpareRanks | None = None,
 ) -> Result:
     """Train a configuration; the console shows its progress, and its folder holds the rest.
@@ -172,8 +172,7 @@ def run(
     result is that of the steps so far; what one raises is raised after the same.
     """
     config = given.config if isinstance(given, Opening) else given
-    console, progress = console or Console(quiet=True), progress or Progress()
-    asked = _Asked(console, Callbacks(callbacks), script, keeps_weights, progress, spare)
+    asked = _Asked(console or Console(quiet=True), Callbacks(callbacks), script, keeps_weights, progress, spare)
     check_monitor_rate(config)
     require_tracker(config)
     if config.run.export:
@@ -259,7 +258,7 @@ def hosted(
     voice: Voice,
     console: Console,
     callbacks: Callbacks | None = None,
-    progress: Progress | None = None,
+    progress: ProgressLine | None = None,
 ) -> Iterator[Host]:
     """Within, the events of a job's ranks are collected; then its trace, summary and report are written."""
     job, callbacks, began = made.job, callbacks or Callbacks(), time.monotonic()

@@ -20,17 +20,7 @@ _FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _CLEAR = "\r\x1b[2K"
 
 
-class Progress:
-    """Told what is done now; this default shows nothing."""
-
-    def __call__(self, text: str) -> None:
-        """What is done from now on."""
-
-    def clear(self) -> None:
-        """Something else is about to be printed."""
-
-
-class ProgressLine(Progress):
+class ProgressLine:
     """One line that changes on a terminal; anywhere else a plain line for each text that lasts longer than `patience`.
 
     With no patience, as where the texts are a log of long work, a pipe gets every text at once. While something else is

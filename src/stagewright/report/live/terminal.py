@@ -26,8 +26,8 @@ from stagewright.errors import counted, printable
 from stagewright.events import Evaluated, Replaced, Restarted, Resumed, Saved, Step, Unsaved
 from stagewright.metrics import IMAGES, MIB, Span, ThroughputUnit, Timeline, format_rate, metric_words, steady_rate
 from stagewright.report.columns import Column, Row
-from stagewright.report.live.progress import PATIENCE, Progress, ProgressLine
-from stagewright.voice import Voice
+from stagewright.report.live.progress import PATIENCE, ProgressLine
+from stagewright.voice import SILENT, Voice
 
 _PASTED = re.compile(r"(^|: )(stagewright |--\w).*[^.]$")  # a command or its options, up to the end of the line
 _UNBOUNDED = 10**6  # columns of what is no terminal: more than any table or sentence has
@@ -69,15 +69,15 @@ def print_lines(*lines: str) -> None:
     say(open_console(), *lines, soft_wrap=True)
 
 
-def voice_of(console: Console, progress: Progress | None = None) -> Voice:
+def voice_of(console: Console, progress: ProgressLine | None = None) -> Voice:
     """Warnings and notes as lines of a console, for which the line of progress makes room."""
-    shown = progress or Progress()
 
     def note(line: str) -> None:
-        shown.clear()
+        if progress is not None:
+            progress.clear()
         say(console, line)
 
-    return Voice(lambda warning: note(f"warning: {warning}"), note, shown)
+    return Voice(lambda warning: note(f"warning: {warning}"), note, progress or SILENT.progress)
 
 
 @contextmanager
@@ -213,7 +213,7 @@ class RunConsole:
         log_every: int,
         evaluated_on: str,
         unit: ThroughputUnit = IMAGES,
-        starting: Progress | None = None,
+        starting: ProgressLine | None = None,
         ranks: int = 1,
     ) -> None:
         """Without a number of batches, what drives the run shows its steps itself.
