@@ -12,6 +12,7 @@ from stagewright.profile.analytic import analytic_table
 from stagewright.profile.trace import meta_example, trace_shapes
 from tests import models
 from tests.parity import Case, build, make_job
+from tests.traits import TRAITS
 
 
 @pytest.mark.parametrize("model", ["plain", "residual", "branching", "gated"])
@@ -118,3 +119,8 @@ def test_stages_that_run_one_module_have_copies_of_it_with_its_parameters() -> N
     first, second = (piece.training.get_submodule("second") for piece in chain.cut(("second_1",)))
     assert first is not second
     assert first.weight is second.weight
+
+
+def test_a_parameter_that_a_change_in_place_reads_may_be_on_both_sides_of_a_cut() -> None:
+    trait = TRAITS["moving average of weights"]
+    assert Chain(trait.factory(), trait.data(2)[0]).impossible == {}
