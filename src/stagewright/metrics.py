@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from stagewright.errors import UserError, did_you_mean
 
@@ -76,9 +76,7 @@ IMAGES, SAMPLES = ThroughputUnit(), ThroughputUnit("samples")
 
 def format_rate(speed: float) -> str:
     """A throughput for people: the digits before the point, and where these are few, some behind it."""
-    if speed >= 100:
-        return f"{speed:,.0f}"
-    return f"{speed:.1f}" if speed >= 1 else f"{speed:.2g}"
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}" if speed >= 1 else f"{speed:.2g}"
 
 
 def speed_words(rate: float | None, steady: int | None, unit: ThroughputUnit = IMAGES) -> str:
@@ -94,10 +92,26 @@ def speed_words(rate: float | None, steady: int | None, unit: ThroughputUnit = I
 LOSS = "loss"
 _PERPLEXITY = "perplexity"  # its total is of log-losses
 _CLASS_OF = "iou/"  # before the number of a class
-_PERCENT = frozenset({"top1", "top5", "accuracy", "iou"})
-_LOWER_IS_BETTER = frozenset({LOSS, _PERPLEXITY, "mae", "mse", "error"})
-_DIRECTED = (LOSS, "top1", "top5", "accuracy", "iou", "mae", "mse", _PERPLEXITY)  # of which it is known what is better
-_LABELS = {"top1": "top-1", "top5": "top-5", "iou": "mean IoU", "mae": "MAE", "mse": "MSE"}
+
+
+class _Known(NamedTuple):
+    """A metric of which it is known what is better."""
+
+    label: str
+    is_lower_better: bool = False
+    is_percentage: bool = False
+
+
+_KNOWN = {
+    LOSS: _Known(LOSS, is_lower_better=True),
+    "top1": _Known("top-1", is_percentage=True),
+    "top5": _Known("top-5", is_percentage=True),
+    "accuracy": _Known("accuracy", is_percentage=True),
+    "iou": _Known("mean IoU", is_percentage=True),
+    "mae": _Known("MAE", is_lower_better=True),
+    "mse": _Known("MSE", is_lower_better=True),
+    _PERPLEXITY: _Known(_PERPLEXITY, is_lower_better=True),
+}
 
 
 def metric_values(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
@@ -129,12 +143,14 @@ def headline_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def is_percentage(metric: str) -> bool:
     """Whether a metric is a share, which is written in percent."""
-    return metric.partition("/")[0] in _PERCENT or metric.endswith("_accuracy")
+    known = _KNOWN.get(metric.partition("/")[0])
+    return metric.endswith("_accuracy") if known is None else known.is_percentage
 
 
 def is_lower_better(metric: str) -> bool:
     """Whether less of a metric is better: of losses and errors."""
-    return metric in _LOWER_IS_BETTER or metric.endswith(("_loss", "_error"))
+    known = _KNOWN.get(metric)
+    return f"_{metric}".endswith(("_loss", "_error")) if known is None else known.is_lower_better
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +166,10 @@ class Criterion:
         way, colon, name = text.partition(":")
         if name and way in ("min", "max"):
             return Criterion(name, way == "min")
-        if text not in _DIRECTED or colon:
+        if text not in _KNOWN or colon:
             raise UserError(
                 f"--best '{text}' is unknown (a metric of yours is min:{name or way} or max:{name or way}); "
-                f"{did_you_mean(text, _DIRECTED)}"
+                f"{did_you_mean(text, _KNOWN)}"
             )
         return Criterion(text, is_lower_better(text))
 
@@ -166,7 +182,7 @@ class Criterion:
 
 def metric_label(metric: str) -> str:
     """A metric's name for people."""
-    return _LABELS.get(metric, metric)
+    return _KNOWN[metric].label if metric in _KNOWN else metric
 
 
 def format_metric(metric: str, value: float, digits: int = 1) -> str:
@@ -291,17 +307,10 @@ class Timeline:
     def end(self) -> float:
         return max((span.end for span in self.spans), default=0.0)
 
-    def busy(self, rank: int, first: float, last: float) -> float:
-        """Seconds that a rank computes within a window of time."""
-        return sum(
-            max(0.0, min(span.end, last) - max(span.start, first))
-            for span in self.spans
-            if span.rank == rank and span.lane == "compute"
-        )
-
     def bubble(self, ranks: Sequence[int], first: float, last: float) -> float:
         """Share of the ranks' time within a window in which they do not compute."""
-        return 1 - sum(self.busy(rank, first, last) for rank in ranks) / (len(ranks) * (last - first))
+        shares = self.busy_shares(max(ranks) + 1, first, last)
+        return 1 - fmean(shares[rank] for rank in ranks)
 
     def busy_shares(self, ranks: int, first: float, last: float) -> tuple[float, ...]:
         """Share of a window that each rank computes; one pass for all ranks."""
@@ -313,13 +322,8 @@ class Timeline:
 
     def since(self, moment: float) -> Timeline:
         """The spans that start at a moment or later, with that moment as zero."""
-        return Timeline(
-            tuple(
-                replace(span, start=span.start - moment, end=span.end - moment)
-                for span in self.spans
-                if span.start >= moment
-            )
-        )
+        kept = (span for span in self.spans if span.start >= moment)
+        return Timeline(tuple(replace(span, start=span.start - moment, end=span.end - moment) for span in kept))
 
     def chrome_trace(self) -> dict[str, Any]:
         """The trace that Perfetto and chrome://tracing open: a process per rank, a thread per lane, nanoseconds."""
@@ -342,20 +346,13 @@ class Timeline:
             for event in events
             if event["name"] == "thread_name"
         }
-        return Timeline(
-            tuple(
-                Span(
-                    int(event["pid"]),
-                    lanes.get((event["pid"], event["tid"]), str(event["tid"])),
-                    str(event["cat"]),
-                    str(event["name"]),
-                    event["ts"] / 1e6,
-                    (event["ts"] + event["dur"]) / 1e6,
-                )
-                for event in events
-                if event["ph"] == "X"
-            )
-        )
+        spans = []
+        for event in (event for event in events if event["ph"] == "X"):
+            rank, start, took = int(event["pid"]), event["ts"], event["dur"]
+            lane = lanes.get((event["pid"], event["tid"]), str(event["tid"]))
+            kind, name = str(event["cat"]), str(event["name"])
+            spans.append(Span(rank, lane, kind, name, start / 1e6, (start + took) / 1e6))
+        return Timeline(tuple(spans))
 
     def _by_lane(self) -> dict[tuple[int, str], list[Span]]:
         found: dict[tuple[int, str], list[Span]] = {}
