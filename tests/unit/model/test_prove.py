@@ -83,19 +83,14 @@ class Stack(nn.Module):
         return self.head(self.second(self.between(self.first(x))))
 
 
-class Noisy(Stack):
-    def between(self, x: Tensor) -> Tensor:
-        return x + torch.randn(WIDTH, dtype=x.dtype)
+def between(function: Callable[[Any, Tensor], Tensor]) -> type[Stack]:
+    """Two blocks and a head with this between the blocks."""
+    return type("Between", (Stack,), {"between": function})
 
 
-class TwoDraws(Stack):
-    def between(self, x: Tensor) -> Tensor:
-        return x * torch.rand(WIDTH, dtype=x.dtype) + torch.randn(WIDTH, dtype=x.dtype)
-
-
-class Dropping(Stack):
-    def between(self, x: Tensor) -> Tensor:
-        return dropout(x, 0.3, self.training)
+Noisy = between(lambda self, x: x + torch.randn(WIDTH, dtype=x.dtype))
+TwoDraws = between(lambda self, x: x * torch.rand(WIDTH, dtype=x.dtype) + torch.randn(WIDTH, dtype=x.dtype))
+Dropping = between(lambda self, x: dropout(x, 0.3, self.training))
 
 
 class Normed(Stack):
@@ -142,9 +137,7 @@ class Ungraded(Stack):
         return x * scale
 
 
-class Detached(Stack):
-    def between(self, x: Tensor) -> Tensor:
-        return x * x.detach()
+Detached = between(lambda self, x: x * x.detach())
 
 
 class Autocast(Stack):
@@ -181,9 +174,7 @@ class Reversal(torch.autograd.Function):
         return -gradients[0]
 
 
-class Reversed(Stack):
-    def between(self, x: Tensor) -> Tensor:
-        return Reversal.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+Reversed = between(lambda self, x: Reversal.apply(x))
 
 
 class InPlace(Stack):
@@ -196,9 +187,7 @@ class InPlace(Stack):
         return y + torch.cat((half, half), 1)
 
 
-class Leaky(Stack):
-    def between(self, x: Tensor) -> Tensor:
-        return leaky_relu(x, negative_slope=0.3)
+Leaky = between(lambda self, x: leaky_relu(x, negative_slope=0.3))
 
 
 class Hooked(Stack):
@@ -659,7 +648,11 @@ class Case:
     way: Way | None = Way.GRAPH
 
 
-BETWEEN = {"cuts": ("blocks.1", "blocks.2"), "way": Way.BLOCKS}
+def of_blocks(fault: Fault, *, is_pair: bool = False) -> Case:
+    """A fault in stages that run the author's own code."""
+    return Case(lambda: Blocks(is_pair=is_pair), fault, ("blocks.1", "blocks.2"), Way.BLOCKS)
+
+
 FAULTS = {
     "a call is dropped": Case(Stack, in_recording(drop("tanh"))),
     "a residual is dropped": Case(Stack, in_recording(drop("add"))),
@@ -699,23 +692,11 @@ FAULTS = {
     "a tie is lost": Case(Tied, replaced(slice, "_attribute", copies)),
     "a parameter is frozen": Case(Stack, replaced(slice, "_attribute", frozen)),
     "modes are not the author's": Case(FrozenNorm, replaced(trace, "modes_of", all_train)),
-    "block stages restore nothing": Case(Blocks, replaced(blocks, "_restorer", restores_nothing), **BETWEEN),  # type: ignore[arg-type]
-    "block stages restore no buffers": Case(
-        Blocks,
-        replaced(blocks, "_restorer", restores_generators_alone),
-        **BETWEEN,  # type: ignore[arg-type]
-    ),
-    "block stages are detached": Case(Blocks, replaced(blocks.BlockStage, "_stub", stubs_are_detached), **BETWEEN),  # type: ignore[arg-type]
-    "block stages swap what arrives": Case(
-        lambda: Blocks(is_pair=True),
-        replaced(blocks.BlockStage, "_stub", stubs_are_swapped),
-        **BETWEEN,  # type: ignore[arg-type]
-    ),
-    "a block stage skips a block": Case(
-        Blocks,
-        replaced(blocks.BlockStage, "__init__", a_block_is_skipped),
-        **BETWEEN,  # type: ignore[arg-type]
-    ),
+    "block stages restore nothing": of_blocks(replaced(blocks, "_restorer", restores_nothing)),
+    "block stages restore no buffers": of_blocks(replaced(blocks, "_restorer", restores_generators_alone)),
+    "block stages are detached": of_blocks(replaced(blocks.BlockStage, "_stub", stubs_are_detached)),
+    "block stages swap what arrives": of_blocks(replaced(blocks.BlockStage, "_stub", stubs_are_swapped), is_pair=True),
+    "a block stage skips a block": of_blocks(replaced(blocks.BlockStage, "__init__", a_block_is_skipped)),
 }
 
 
@@ -881,3 +862,7 @@ def test_a_factory_that_draws_what_no_seed_fixes_is_proven() -> None:
         return model
 
     assert prove_cut(factory, ("second",)).difference < 1e-8
+
+
+def test_a_stage_may_change_in_place_what_it_gets() -> None:
+    assert prove_cut(between(lambda self, x: x.mul_(2.0)), ("mul_",), way=Way.GRAPH).difference < 1e-12
