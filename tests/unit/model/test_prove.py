@@ -620,8 +620,8 @@ def stubs_are_swapped(original: Any) -> Any:
 
 
 def a_block_is_skipped(original: Any) -> Any:
-    def faulty(self: Any, model: Any, paths: Any, first: int, last: int, specs: Any) -> None:
-        original(self, model, paths, first, last, specs)
+    def faulty(self: Any, model: Any, paths: Any, first: int, *rest: Any) -> None:
+        original(self, model, paths, first, *rest)
         if first:
             model.get_submodule(paths[first]).forward = lambda x: x
 

@@ -170,10 +170,10 @@ def load_weights(model: nn.Module, source: str) -> Start:
     own = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     stored, remarks = _renamed(_stored(files), own, source)
     unexpected = [name for name in stored if name not in own]
-    groups: dict[int, list[str]] = {}  # a tied tensor has several names, of which a file may have one
+    first: dict[int, str] = {}  # a tied tensor has several names, of which a file may have one
+    held: dict[str, list[str]] = {}
     for name, tensor in own.items():
-        groups.setdefault(id(tensor), []).append(name)
-    held = {names[0]: [name for name in names if name in stored] for names in groups.values()}
+        held.setdefault(first.setdefault(id(tensor), name), []).extend([name] if name in stored else [])
     missing = [name for name, known in held.items() if not known and not name.endswith(_COUNTS)]
     present = {first: known[0] for first, known in held.items() if known}
     unlike = {name: key for name, key in present.items() if stored[key].shape != tuple(own[name].shape)}
@@ -182,8 +182,9 @@ def load_weights(model: nn.Module, source: str) -> Start:
     anew += [name for name in missing if name in head] if head <= set(missing) else []
     _refuse("missing from it", [name for name in missing if name not in anew], source)
     _refuse("not in the model", unexpected, source)
-    wrong = [f"{name} {list(stored[key].shape)}, {list(own[name].shape)} in the model" for name, key in unlike.items()]
-    _refuse("of another shape", [text for name, text in zip(unlike, wrong, strict=True) if name not in anew], source)
+    wrong = [(name, stored[key].shape, own[name].shape) for name, key in unlike.items() if name not in anew]
+    texts = [f"{name} {list(theirs)}, {list(ours)} in the model" for name, theirs, ours in wrong]
+    _refuse("of another shape", texts, source)
     kinds = [name for name, key in present.items() if own[name].is_floating_point() and not stored[key].is_real]
     _refuse("not of a real type", kinds, source)
     for name in anew:
@@ -215,11 +216,8 @@ def _common_prefix(names: Collection[str]) -> str:
 def _head(model: nn.Module) -> set[str]:
     """The parameters of the last module that has some."""
     owners = [path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
-    return {f"{path}.{name}".lstrip(".") for path in owners[-1:] for name, _ in _own_parameters(model, path)}
-
-
-def _own_parameters(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]]:
-    return model.get_submodule(path).named_parameters(recurse=False)
+    own = [(path, model.get_submodule(path).named_parameters(recurse=False)) for path in owners[-1:]]
+    return {f"{path}.{name}".lstrip(".") for path, named in own for name, _ in named}
 
 
 def _replaced(
@@ -241,10 +239,9 @@ def _replaced(
 
 def _refuse(what: str, names: Sequence[str], source: str) -> None:
     if names:
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise UserError(
-            f"--init {source}: {counted(len(names), 'tensor')} {what}: {'; '.join(names[:_NAMED])}{more}; use weights "
-            "of this model, or the model of these weights"
+            f"--init {source}: {counted(len(names), 'tensor')} {what}: {_listed(names, '; ')}; use weights of this "
+            "model, or the model of these weights"
         )
 
 
@@ -292,9 +289,8 @@ def noting_frozen(start: Start, model: nn.Module) -> Start:
     return replace(start, remarks=(*start.remarks, remark))
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
+def _listed(names: Sequence[str], between: str = ", ") -> str:
+    return between.join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def require_same(source: str, digest: str) -> None:
