@@ -166,9 +166,10 @@ class _Driver:
         self._memory = memory
         self._timeout = min(timeout, _LONGEST_TIMEOUT)
         self._gpu = gpu
-        self._bell = _Bell()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # wakes the thread
+        weakref.finalize(self, os.close, self._bell)
         self._poll = select.poll()
-        for descriptor in (self._bell.descriptor, *self._peers):
+        for descriptor in (self._bell, *self._peers):
             self._poll.register(descriptor, select.POLLIN)
         self._thread = threading.Thread(target=self._drive, name="sums", daemon=True)
         self._is_closed = False
@@ -193,7 +194,7 @@ class _Driver:
             self._thread.start()
         self._posted.append(summing)
         if self._error is None:
-            self._bell.ring()
+            os.eventfd_write(self._bell, 1)
         else:
             self._refuse(self._error)
 
@@ -203,7 +204,7 @@ class _Driver:
         if self._thread.ident is None:
             self._hang_up()
         else:
-            self._bell.ring()
+            os.eventfd_write(self._bell, 1)
             if threading.current_thread() is not self._thread:  # which may drop the last reference to the collective
                 self._thread.join(_JOIN_SECONDS)
 
@@ -281,7 +282,7 @@ class _Driver:
             self._error = copied
         else:
             self._copied.append(copied)
-        self._bell.ring()
+        os.eventfd_write(self._bell, 1)
 
     def _announce(self, piece: _Piece) -> None:
         self._filled.append(piece)
@@ -345,8 +346,8 @@ class _Driver:
     def _listen(self, seconds: float | None) -> None:
         """Take what was said, or wait for it."""
         for descriptor, _ in self._poll.poll(None if seconds is None else seconds * 1000):
-            if descriptor == self._bell.descriptor:
-                self._bell.hush()
+            if descriptor == self._bell:
+                os.eventfd_read(self._bell)
                 if self._error is not None:
                     raise self._error
             else:
@@ -390,22 +391,6 @@ class _Driver:
             self._copies.close()
         for peer in self._peers.values():
             peer.stream.close()
-
-
-class _Bell:
-    """Wakes the thread that polls its descriptor, which is closed with the last reference."""
-
-    def __init__(self) -> None:
-        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-    def ring(self) -> None:
-        os.eventfd_write(self.descriptor, 1)
-
-    def hush(self) -> None:
-        os.eventfd_read(self.descriptor)
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
 
 
 class _GpuCopies:

@@ -50,15 +50,13 @@ class Eager:
     """Calls the module, compiled or not; all versions of the weights share it."""
 
     overwrites = False  # a later backward overwrites the gradients of this one's inputs
+    _keeps_casts = True
 
-    def __init__(
-        self, module: nn.Module, precision: Precision, names: Sequence[str] = (), *, is_compiled: bool
-    ) -> None:
+    def __init__(self, module: nn.Module, precision: Precision, names: Sequence[str] = ()) -> None:
         self.module = module
         self.names = names  # of the module's parameters that get the last arguments
-        self.called = compiled(module) if is_compiled else module
+        self.called = module
         self._precision = precision
-        self._keeps_casts = not is_compiled  # compiled code does that itself; a capture calls it without, too
 
     def forward(self, slot: int, arguments: Sequence[object]) -> tuple[Any, Release]:
         """The stage's output, and a function to call once its backward is done."""
@@ -75,8 +73,11 @@ class Compiled(Eager):
     Where the forward draws random numbers the two can't be compared: a compiled one draws others.
     """
 
+    _keeps_casts = False  # compiled code does that itself; a capture calls it without, too
+
     def __init__(self, name: str, module: nn.Module, precision: Precision, names: Sequence[str] = ()) -> None:
-        super().__init__(module, precision, names, is_compiled=True)
+        super().__init__(module, precision, names)
+        self.called = compiled(module)
         self._name = name
         self._is_compared = False
 
@@ -233,11 +234,7 @@ def make_compute(
     names: Sequence[str] = (),
 ) -> Compute:
     """What runs the forward of a stage; what `auto` decides is logged under the stage's name."""
-    eager = (
-        Compiled(name, module, precision, names)
-        if options.is_compiled
-        else Eager(module, precision, names, is_compiled=False)
-    )
+    eager = Compiled(name, module, precision, names) if options.is_compiled else Eager(module, precision, names)
     is_forced = options.graph == "on"
     if device.device.type != "cuda" or options.graph == "off":
         return eager

@@ -86,13 +86,11 @@ class DynamicScheduler:
 
     def _choice(self) -> int | None:
         """The stream whose next task is ready; backward before forward, later stages before earlier ones."""
-        candidates = [(index, _main(task)) for index, task in enumerate(self._heads) if task is not None]
-        candidates.sort(key=lambda candidate: (_PREFERENCE[candidate[1].op], -candidate[1].stage))
-        return next((index for index, _ in candidates if self._is_ready(self._heads[index])), None)
+        candidates = [(_main(task), index, task) for index, task in enumerate(self._heads) if task is not None]
+        candidates.sort(key=lambda candidate: (_PREFERENCE[candidate[0].op], -candidate[0].stage))
+        return next((index for main, index, task in candidates if self._is_ready(main, task)), None)
 
-    def _is_ready(self, task: Task | None) -> bool:
-        assert task is not None
-        main = _main(task)
+    def _is_ready(self, main: Action, task: Task) -> bool:
         if main.op is Op.FORWARD and self._held[main.stage] >= self._plan.stages[main.stage].depth:
             return False
         if self._last_of(task) >= self._gate.limit:
