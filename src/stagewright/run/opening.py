@@ -36,7 +36,7 @@ from stagewright.run.defaults import few_images, is_open, resolve_model, with_si
 from stagewright.run.groups import resolve_groups
 from stagewright.run.resume import Resume, find_checkpoint
 from stagewright.runtime.job import criterion_of
-from stagewright.runtime.precision import Precision, precision_of
+from stagewright.runtime.precision import precision_of
 from stagewright.runtime.process.assemble import open_data, open_model
 from stagewright.runtime.process.object_pipe import require_portable
 from stagewright.runtime.stage.scores import load_metrics
@@ -76,7 +76,6 @@ class Opening:
     val: Source  # what evaluations run on: of its own, or the training data
     binding: Binding
     loss: LossOptions
-    precision: Precision
     chain: Chain
     weights: Start | None  # where the first weights came from, if they are not new
     groups: tuple[Group, ...]
@@ -101,7 +100,7 @@ class Opening:
 
     def fields(self, source: Source, indices: Indices) -> Fields:
         """Samples as ranks get them."""
-        return cast(source.batch(indices), source.targets, self.precision.weights)
+        return cast(source.batch(indices), source.targets, precision_of(self.config).weights)
 
     def build(self) -> nn.Module:
         """The model as its author's factory builds it, in single precision on the CPU."""
@@ -165,7 +164,7 @@ def _opened(config: Config, resume: Resume | None, voice: Voice, launch: Launch)
             is_plain=is_ours(config.model.name),
         )
         groups = resolve_groups(model, config.optimizer)
-    return Opening(config, source, val, binding, loss, precision, chain, weights, groups, resume, launch)
+    return Opening(config, source, val, binding, loss, chain, weights, groups, resume, launch)
 
 
 def _is_uncut(config: Config) -> bool:
