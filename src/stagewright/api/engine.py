@@ -53,7 +53,7 @@ from stagewright.run.resume import resumed_config
 from stagewright.run.script import OPTIONS, Local, OneLineErrors, is_launched, launch_script
 from stagewright.runtime.checkpoint.folder import checkpoints_folder
 from stagewright.runtime.script.rank import ScriptRank, is_rank
-from stagewright.runtime.script.rates import Panel, ScriptRates
+from stagewright.runtime.script.rates import Panel
 from stagewright.runtime.stage.own_optimizer import build_own
 from stagewright.voice import Voice
 
@@ -137,7 +137,7 @@ class Engine:
                 "engine.optimizer needs an optimizer of the script's own; give optimizer=lambda params: "
                 "torch.optim.SGD(params, lr=0.1)"
             )
-        return self._rates.panel.optimizer
+        return self._rates.optimizer
 
     @property
     def plan(self) -> Plan:
@@ -352,7 +352,7 @@ def _make_rates(
     model: nn.Module,
     factory: Callable[..., torch.optim.Optimizer] | None,
     scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None,
-) -> ScriptRates | None:
+) -> Panel | None:
     """The script's optimizer as an object to set rates on, with its scheduler."""
     if factory is None:
         if scheduler is not None:
@@ -361,7 +361,7 @@ def _make_rates(
     named = [(name, tensor) for name, tensor in model.named_parameters() if tensor.requires_grad]
     if not named:
         raise UserError(f"no parameter of {type(model).__name__} is trained: all have requires_grad=False")
-    return ScriptRates(Panel(build_own(factory, named)), scheduler)
+    return Panel(build_own(factory, named), scheduler)
 
 
 def _joined(names: Mapping[str, str | None]) -> ScriptRank:

@@ -33,7 +33,7 @@ from stagewright.runtime.script.feed import (
     loading_worker,
 )
 from stagewright.runtime.script.rank import is_rank
-from stagewright.runtime.script.rates import ScriptRates
+from stagewright.runtime.script.rates import Panel
 from stagewright.runtime.stage.equality import hash_of
 from stagewright.runtime.stage.scores import make_scorer
 from stagewright.runtime.stage.worker import BatchDone
@@ -45,7 +45,7 @@ class OpenRun:
     """The ranks of this process, at the batch that the script has come to."""
 
     def __init__(
-        self, ranks: Ranks, model: nn.Module, rates: ScriptRates | None, made_at: str, voice: Voice = SILENT
+        self, ranks: Ranks, model: nn.Module, rates: Panel | None, made_at: str, voice: Voice = SILENT
     ) -> None:
         """Build the workers; `made_at` is where the script has made its engine."""
         self.ranks = ranks
@@ -64,9 +64,9 @@ class OpenRun:
         self._stepping: Iterator[BatchDone | None] = iter(())
         self._seen: dict[int, Step] = {}
         if rates is not None:
-            rates.panel.begin(self.plan.microbatches, last_begun(self.plan, 0) + 1)
+            rates.begin(self.plan)
         self._compare_model(made_at)
-        self.session = ranks.open(ScriptParts(None if rates is None else rates.panel.of, keeps_model=True))
+        self.session = ranks.open(ScriptParts(None if rates is None else rates.of, keeps_model=True))
         self.session.begin()
         self.trains_copy = bool(self.plan.cuts) or len(self.session.workers) > 1  # not the script's model itself
         self._taken = self._facts()
@@ -217,10 +217,10 @@ class OpenRun:
     def _advance_rates(self, batch: int) -> None:
         """What the script has set by now acts from this batch on."""
         if self._rates is not None:
-            self._rates.advance(batch, self.plan)
+            self._rates.advance(batch)
 
     def _rate(self, batch: int) -> float:
-        return self.job.config.optimizer.lr if self._rates is None else self._rates.panel.rate(batch)
+        return self.job.config.optimizer.lr if self._rates is None else self._rates.rate(batch)
 
     # --- Between steps ------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,24 +22,44 @@ from stagewright.runtime.stage.optimizer import ParamGroup
 _OWN_KEYS = ("params", "initial_lr", "param_names")
 
 
-@dataclass
 class Panel:
-    """A script's optimizer, and what it said for the batches that some stage may still update."""
+    """A script's optimizer, what it said for the batches that some stage may still update, and its scheduler if any.
 
-    optimizer: torch.optim.Optimizer
-    kept: int = 1  # batches
-    microbatches: int = 1
-    _changes: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # by the first batch that they act on
+    The engine steps the scheduler with each batch.
+    """
 
-    def __post_init__(self) -> None:
-        self._made = [_numbers(group) for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self._plan: Plan | None = None
+        self._changes: dict[int, list[dict[str, Any]]] = {}  # by the first batch that they act on
+        self._made = [_numbers(group) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
             group["params"] = []  # it never steps, whoever calls it
         self.read(0)
+        self._scheduler = None if scheduler is None else scheduler(optimizer)
+        self._scheduled = 0  # batches whose rates are known
 
-    def begin(self, microbatches: int, kept: int) -> None:
-        """The plan is known: its microbatches, and over how many batches its stages may be spread."""
-        self.microbatches, self.kept = microbatches, kept
+    def begin(self, plan: Plan) -> None:
+        """The plan is known: over how many batches its stages may be spread."""
+        self._plan = plan
+
+    def advance(self, batch: int) -> None:
+        """What the panel says now acts from this batch on; a scheduler tells the rates of batches ahead as well."""
+        with suppress(Exception):
+            self.optimizer.step()  # of no parameters: torch's schedulers want to see it
+        self._forget(batch)
+        if self._scheduler is None:
+            self.read(batch)
+            return
+        ahead = batch + 1 if self._plan is None else last_begun(self._plan, batch) + 1
+        while self._scheduled < ahead:
+            self.read(self._scheduled)
+            self._scheduler.step()
+            self._scheduled += 1
 
     def read(self, batch: int) -> None:
         """What the panel says now acts from this batch on."""
@@ -57,9 +77,10 @@ class Panel:
         if not self._changes or found != before:
             self._changes[batch] = found
 
-    def forget(self, batch: int) -> None:
+    def _forget(self, batch: int) -> None:
         """Drop what acts on no batch that some stage may still update when a rank has come to this one."""
-        old = [number for number in self._changes if number < batch - self.kept]
+        kept = 1 if self._plan is None else last_begun(self._plan, 0) + 1
+        old = [number for number in self._changes if number < batch - kept]
         for number in old[:-1]:  # the newest of them still acts
             del self._changes[number]
 
@@ -72,30 +93,8 @@ class Panel:
         return float(self.at(batch)[0].get("lr", self._made[0]["lr"]))
 
     def of(self, stage: Stage) -> PanelRates:
-        return PanelRates(self, stage.round)
-
-
-class ScriptRates:
-    """A panel, and the scheduler that the engine steps with each batch, if the script has given it one."""
-
-    def __init__(self, panel: Panel, scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None) -> None:
-        self.panel = panel
-        self._scheduler = None if scheduler is None else scheduler(panel.optimizer)
-        self._scheduled = 0  # batches whose rates are known
-
-    def advance(self, batch: int, plan: Plan | None) -> None:
-        """What the panel says now acts from this batch on; a scheduler tells the rates of batches ahead as well."""
-        with suppress(Exception):
-            self.panel.optimizer.step()  # of no parameters: torch's schedulers want to see it
-        self.panel.forget(batch)
-        if self._scheduler is None:
-            self.panel.read(batch)
-            return
-        ahead = batch + 1 if plan is None else last_begun(plan, batch) + 1
-        while self._scheduled < ahead:
-            self.panel.read(self._scheduled)
-            self._scheduler.step()
-            self._scheduled += 1
+        assert self._plan is not None
+        return PanelRates(self, stage.round, self._plan.microbatches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +103,10 @@ class PanelRates:
 
     panel: Panel
     round: int
+    microbatches: int  # of a batch
 
     def apply(self, update: int, groups: Sequence[ParamGroup]) -> None:
-        changes = self.panel.at(update * self.round // self.panel.microbatches)
+        changes = self.panel.at(update * self.round // self.microbatches)
         if len(groups) != len(changes):
             raise UserError(
                 f"the optimizer factory makes {len(changes)} groups of all parameters but {len(groups)} of a stage's; "

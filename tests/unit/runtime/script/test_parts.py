@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from stagewright.events import Evaluated, Step, encode
 from stagewright.runtime.checkpoint.history import history_of, parse_history, read_history
 from stagewright.runtime.job import Job
 from stagewright.runtime.script.feed import Batches, fingerprint
-from stagewright.runtime.script.rates import Panel, ScriptRates
+from stagewright.runtime.script.rates import Panel
 from tests.parity import Case, make_job
 
 
@@ -64,36 +65,31 @@ def test_fingerprints_tell_orders_apart() -> None:
     assert fingerprint({"a": numbers}) != fingerprint({"a": numbers.flip(0)})
 
 
-def panel() -> Panel:
-    made = Panel(torch.optim.SGD([torch.zeros(2)], lr=0.4, momentum=0.9))
-    made.begin(microbatches=4, kept=3)
+def panel(job: Job, **options: Any) -> Panel:
+    made = Panel(torch.optim.SGD([torch.zeros(2)], lr=0.4, momentum=0.9), **options)
+    made.begin(job.plan)
     return made
 
 
-def test_a_rate_acts_from_the_batch_it_was_read_for() -> None:
-    found = panel()
+def test_a_rate_acts_from_the_batch_it_was_read_for(job: Job) -> None:
+    found = panel(job)
     found.read(3)
     found.optimizer.param_groups[0]["lr"] = 0.1
     found.read(5)
     assert [found.rate(batch) for batch in (3, 4, 5, 9)] == [0.4, 0.4, 0.1, 0.1]
     groups = [{"lr": 0.4, "momentum": 0.9, "steps": 7}]
-    found.of(make_stage(4)).apply(5, groups)
+    found.of(job.plan.stages[0]).apply(5, groups)
     assert groups == [{"lr": 0.1, "momentum": 0.9, "steps": 7}]  # what the stage's optimizer counts is its own
 
 
-def make_stage(round: int) -> object:
-    return type("Stage", (), {"round": round})()
-
-
 def test_a_scheduler_knows_the_rates_of_batches_ahead(job: Job) -> None:
-    rates = ScriptRates(panel(), lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.5))
-    rates.panel.begin(job.plan.microbatches, 3)
-    rates.advance(0, job.plan)
-    assert [rates.panel.rate(batch) for batch in range(3)] == [0.4, 0.4, 0.2]
+    rates = panel(job, scheduler=lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.5))
+    rates.advance(0)
+    assert [rates.rate(batch) for batch in range(3)] == [0.4, 0.4, 0.2]
 
 
-def test_groups_that_come_or_go_are_refused() -> None:
-    found = panel()
+def test_groups_that_come_or_go_are_refused(job: Job) -> None:
+    found = panel(job)
     found.optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 1.0})
     with pytest.raises(UserError, match="had 1 groups and has 2 now"):
         found.read(1)
