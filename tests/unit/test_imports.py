@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "voice": set(),
     "config": {"errors", "voice", "files"},
     "cluster": {"errors", "voice", "files", "metrics"},
-    "model": {*BASICS, "torch_internals", "model.networks"},
+    "model": {*BASICS, "torch_internals", "config.losses", "model.networks"},
     "model.networks": {"errors", "files", "objects"},
     "data": {*BASICS, "torch_internals", "config.sources", "data.formats"},
     "data.formats": {*BASICS, "config.sources"},

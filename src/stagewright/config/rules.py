@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stagewright.config.losses import LOSS_OPTIONS
 from stagewright.config.modes import Mode
 from stagewright.config.optimizers import OPTIMIZERS, Extrapolation, takers
 from stagewright.config.sources import KINDS, OPTIONS_OF_KINDS, kind_of
@@ -18,11 +19,6 @@ from stagewright.errors import UserError, either_of
 
 Values = Mapping[str, Any]  # of all options of a command, by flag; a condition on an option that it lacks holds
 
-LOSS_OPTIONS = {  # the built-in losses that each option of a loss changes
-    "--label-smoothing": ("cross-entropy", "next-token", "soft"),
-    "--ignore-index": ("cross-entropy", "next-token", "binary"),
-    "--class-weights": ("cross-entropy",),
-}
 _SEARCHES = ("plan", "simulate", "value")  # commands that plan without training
 
 

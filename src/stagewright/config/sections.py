@@ -13,6 +13,7 @@ from enum import EnumType
 from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
+from stagewright.config.losses import LOSSES
 from stagewright.config.modes import Mode
 from stagewright.config.optimizers import OPTIMIZERS, titles
 from stagewright.config.sources import KINDS
@@ -246,12 +247,7 @@ class OptimizerConfig(Section):
 class LossConfig(Section):
     """What is minimised."""
 
-    name: str = option(
-        "auto",
-        "--loss",
-        "cross-entropy, next-token, binary, mse, l1, soft, model (its own), or package.module:function",
-        "LOSS",
-    )
+    name: str = option("auto", "--loss", f"{', '.join(LOSSES)} (its own), or package.module:function", "LOSS")
     ignore_index: int | None = option(
         None,
         "--ignore-index",

@@ -1,8 +1,8 @@
 """What is minimised: `loss(outputs, sample)`, on what the model returns and the fields of its samples.
 
 A loss returns a mean over the microbatch, or `(total, count)`: then the loss of a batch is the sum of totals over the
-sum of counts, however many targets each microbatch has. `LOSSES` has the built-in ones by name; `model` takes the loss
-that the model itself returns. A user's is `package.module:function`; where samples are pairs or tuples, not named
+sum of counts, however many targets each microbatch has. `config/losses` lists the built-in ones; `model` takes the
+loss that the model itself returns. A user's is `package.module:function`; where samples are pairs or tuples, not named
 fields, it is `loss(outputs, target)`, as torch's criteria are.
 """
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stagewright.config.losses import LOSSES
 from stagewright.errors import UserError, did_you_mean, first_line
 from stagewright.model.call import leaves_of
 from stagewright.objects import load_callable, load_object, shown
@@ -152,10 +153,10 @@ def require_count(count: float, where: str) -> None:
         raise LossError(f"the loss returns {count:g} as its count ({where}); return a finite number of at least 0")
 
 
-# The built-in losses: each of what the model returns, the fields, and the options.
+# The built-in losses of `config/losses`: each of what the model returns, the fields, and the options.
 
 
-def _cross_entropy(outputs: Any, sample: Sample, options: LossOptions) -> Any:
+def cross_entropy(outputs: Any, sample: Sample, options: LossOptions) -> Any:
     """A mean where every sample has one label that counts; otherwise a total and its count."""
     logits, target = logits_of(outputs), target_of(sample)
     _require_classes(logits, target, 1)
@@ -173,14 +174,14 @@ def _cross_entropy(outputs: Any, sample: Sample, options: LossOptions) -> Any:
     return _counted(logits, target, options, weights)
 
 
-def _next_token(outputs: Any, sample: Sample, options: LossOptions) -> Any:
+def next_token(outputs: Any, sample: Sample, options: LossOptions) -> Any:
     """Cross-entropy of each position's next token."""
     logits, target = logits_of(outputs), next_tokens(sample)
     _require_classes(logits, target, logits.dim() - 1)
     return _counted(logits.flatten(0, -2), target.flatten(), options, None)
 
 
-def _binary(outputs: Any, sample: Sample, options: LossOptions) -> Any:
+def binary(outputs: Any, sample: Sample, options: LossOptions) -> Any:
     """Each output is a yes or no of its own: several labels at once."""
     logits, target = _alike("binary", outputs, sample)
     counts = with_ignored(target, options.ignore_index) != IGNORED
@@ -188,15 +189,15 @@ def _binary(outputs: Any, sample: Sample, options: LossOptions) -> Any:
     return (each * counts).sum(), counts.sum()
 
 
-def _mse(outputs: Any, sample: Sample, options: LossOptions) -> Any:
+def mse(outputs: Any, sample: Sample, options: LossOptions) -> Any:
     return functional.mse_loss(*_alike("mse", outputs, sample))
 
 
-def _l1(outputs: Any, sample: Sample, options: LossOptions) -> Any:
+def l1(outputs: Any, sample: Sample, options: LossOptions) -> Any:
     return functional.l1_loss(*_alike("l1", outputs, sample))
 
 
-def _soft(outputs: Any, sample: Sample, options: LossOptions) -> Any:
+def soft(outputs: Any, sample: Sample, options: LossOptions) -> Any:
     """Cross-entropy with a probability for each class, as of mixed samples or of a teacher."""
     logits, target = logits_of(outputs), target_of(sample)
     if not target.is_floating_point() or target.shape != logits.shape:
@@ -207,7 +208,7 @@ def _soft(outputs: Any, sample: Sample, options: LossOptions) -> Any:
     return functional.cross_entropy(logits, target.to(logits), label_smoothing=options.label_smoothing)
 
 
-def _of_model(outputs: Any, sample: Sample, options: LossOptions) -> Any:
+def of_model(outputs: Any, sample: Sample, options: LossOptions) -> Any:
     """The loss that the model itself returns."""
     found = outputs
     if isinstance(outputs, Mapping):
@@ -220,17 +221,6 @@ def _of_model(outputs: Any, sample: Sample, options: LossOptions) -> Any:
             "its labels by --inputs (for example --inputs input_ids,labels)"
         )
     return found
-
-
-LOSSES: dict[str, Callable[[Any, Sample, LossOptions], Any]] = {
-    "cross-entropy": _cross_entropy,
-    NEXT_TOKEN: _next_token,
-    "binary": _binary,
-    "mse": _mse,
-    "l1": _l1,
-    "soft": _soft,
-    "model": _of_model,
-}
 
 
 def next_tokens(sample: Sample) -> Tensor:
@@ -307,8 +297,8 @@ def _require_classes(logits: Tensor, target: Tensor, axis: int) -> None:
 
 def _function(options: LossOptions) -> Function:
     """The loss of a name, as a function of outputs and fields."""
-    if options.name in LOSSES:
-        builtin = LOSSES[options.name]
+    if facts := LOSSES.get(options.name):
+        builtin = load_callable(f"stagewright.model.loss:{facts.computed_by}", "--loss")
         return lambda outputs, sample: builtin(outputs, sample, options)
     if ":" not in options.name:
         raise UserError(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.config.fits import Facts, check_fits
+from stagewright.config.losses import LOSSES
 from stagewright.config.sections import Config
 from stagewright.data.sources import Source, cast
 from stagewright.errors import UserError, did_you_mean, first_line, within_memory
@@ -58,7 +59,7 @@ def dry_run(
     is_mean = training.divisor is None and (not loss.counts_alike or loss.name == "model")
     facts = replace(facts, loss=loss.name, state=_state(opening, training))
     check_fits(replace(facts, mean=loss.option if is_mean else None), voice)
-    axis = {"cross-entropy": 1, "next-token": -1}.get(loss.name)
+    axis = LOSSES[loss.name].classes if loss.is_builtin else None
     for text, source in opening.sources:
         of_data = replace(
             facts,

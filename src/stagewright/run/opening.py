@@ -15,7 +15,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from stagewright.config.groups import Group
-from stagewright.config.rules import LOSS_OPTIONS, check_rules
+from stagewright.config.losses import LOSS_OPTIONS
+from stagewright.config.rules import check_rules
 from stagewright.config.sections import AUTO, Config
 from stagewright.config.toml import flag_values
 from stagewright.data.order import Indices, Order
