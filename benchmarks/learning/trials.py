@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from benchmarks.learning.plain import require_plain
 from stagewright.bench.suite import Configuration, Suite, SuiteOptions, Tables, configurations_of, read_suite
 from stagewright.config.sections import Config
 from stagewright.config.toml import as_toml, make_config, without_unused
-from stagewright.errors import UserError, did_you_mean
+from stagewright.errors import UserError
 
 _DEFAULT = "learning"
+_STUDIES = Path(__file__).parents[1] / "studies"
 
 
 @dataclass(frozen=True, slots=True)
 class StudyOptions:
-    """The options of `bench learning`."""
+    """The options of `learning`."""
 
     study: str | None = None  # a shipped one by name, or a file
     data: str | None = None
@@ -62,21 +61,7 @@ class TrialRun:
 
 def open_study(options: StudyOptions) -> Suite:
     """A shipped study, or the file that the user gives."""
-    name = options.study or _DEFAULT
-    if name not in shipped_studies():
-        if not (name.endswith(".toml") or Path(name).is_file()):
-            raise UserError(f"unknown study '{name}', and no .toml file; {did_you_mean(name, shipped_studies())}")
-        return read_suite(name)
-    with resources.as_file(_studies().joinpath(f"{name}.toml")) as path:
-        return read_suite(str(path))
-
-
-def shipped_studies() -> tuple[str, ...]:
-    return tuple(sorted(Path(entry.name).stem for entry in _studies().iterdir() if entry.name.endswith(".toml")))
-
-
-def _studies() -> Traversable:
-    return resources.files("benchmarks").joinpath("studies")
+    return read_suite(options.study or _DEFAULT, _STUDIES, "study")
 
 
 def trial_runs_of(options: StudyOptions, study: Suite) -> list[TrialRun]:
@@ -94,7 +79,7 @@ def trial_runs_of(options: StudyOptions, study: Suite) -> list[TrialRun]:
         given = trial_run.config.data
         if given.source == "synthetic" and options.data is None:
             raise UserError(
-                "bench learning needs training and validation data; give --data and --val, "
+                "learning needs training and validation data; give --data and --val, "
                 "such as --data ofrecord:DIR --val ofrecord:DIR, or --data synthetic"
             )
         if given.val is None and given.source != "synthetic":

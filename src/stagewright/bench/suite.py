@@ -9,7 +9,6 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from stagewright.errors import UserError, did_you_mean
 
 Tables = dict[str, dict[str, Any]]
 REPEATS = 7
+SUITES = Path(__file__).parent / "suites"
 
 
 @dataclass(frozen=True)
@@ -115,18 +115,16 @@ def devices_of(placement: str) -> tuple[Device, ...]:
     return tuple(dict.fromkeys(device for stage in parse_placement(placement, ANYWHERE) for device in stage))
 
 
-def shipped_names() -> tuple[str, ...]:
-    folder = resources.files("stagewright.bench").joinpath("suites")
-    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+def shipped_names(folder: Path = SUITES) -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in folder.glob("*.toml")))
 
 
-def read_suite(name: str) -> Suite:
+def read_suite(name: str, folder: Path = SUITES, kind: str = "suite") -> Suite:
     """A shipped suite by name, or any suite by its path."""
-    if name in shipped_names():
-        folder = resources.files("stagewright.bench").joinpath("suites")
-        return _checked(tomllib.loads(folder.joinpath(f"{name}.toml").read_text()), name)
+    if name in shipped_names(folder):
+        return _checked(tomllib.loads((folder / f"{name}.toml").read_text()), name)
     if not (name.endswith(".toml") or Path(name).is_file()):
-        raise UserError(f"unknown suite '{name}', and no .toml file; {did_you_mean(name, shipped_names())}")
+        raise UserError(f"unknown {kind} '{name}', and no .toml file; {did_you_mean(name, shipped_names(folder))}")
     return _checked(read_toml(name), name)
 
 
