@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,12 @@ _OPTIONS: Mapping[str, dict[str, Any]] = {
     "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "where plans are trained"},
     "--reuse": {"action": "append", "default": [], "metavar": "FOLDER", "help": "reuse what an earlier one measured"},
 }
-_LEAST = {"repeats": 1, "steps": 0, "images": 16, "threads": 1, "seeds": 1, "jobs": 1}
+_BOUNDS = {  # the least and the most of each number
+    **dict.fromkeys(("repeats", "seeds", "jobs", "threads"), (1.0, 1000.0)),
+    "steps": (0.0, 1e9),
+    "images": (16.0, 1e9),
+    "target": (0.01, 100.0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +219,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = make_parser().parse_args(words)
     command = shlex.join(["python", "-m", "benchmarks", *(word for word in words if word != "--json")])
     try:
-        for name, least in _LEAST.items():
-            if (value := getattr(given, name, None)) is not None and value < least:
-                raise UserError(f"--{name} is {value}; give at least {least}")
+        for name, (least, most) in _BOUNDS.items():
+            if (value := getattr(given, name, None)) is not None and not least <= value <= most:
+                raise UserError(f"--{name} is {value:g}; give at least {least:g} and at most {most:g}")
         if getattr(given, "cluster", None) is not None:
             open_cluster(given.cluster)  # report its errors before anything else
         if given.name in OTHERS:
@@ -264,4 +270,5 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends what it has started, as Ctrl-C does
     main()
