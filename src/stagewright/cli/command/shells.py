@@ -7,13 +7,16 @@ runs/ and the names in their label.json, which the script reads itself, so that 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from stagewright.cli.command.command import MODEL, RUN, Command
 from stagewright.config.commands import Taken
 
 _RUN_OPTIONS = ("--resume",)
+_RUNS = {"@runs": "(__stagewright_runs)"}  # of fish
+_HELP = {"--help": "how it is used", "--help-all": "all options"}
+_OFFER = 'COMPREPLY=($(compgen -W "{}" -- "$word"))'  # of bash
 _NAMES = r"""    for folder in runs/*/; do
         if [ -f "${folder}plan.json" ]; then folder=${folder%/}; printf '%s\n' "${folder##*/}"; fi
         if [ -f "${folder%/}/label.json" ]; then
@@ -33,6 +36,11 @@ class Names:
 
 def as_bash(commands: Sequence[Command], names: Names) -> str:
     """The script for bash."""
+    cases = []
+    for command in commands:
+        flags = " ".join((*(flag for option in command.takes for flag in option.flags), *_HELP))
+        words = " ".join(_positional(command, names))
+        cases.append(_case([command.name], f"words={shlex.quote(words)} flags={shlex.quote(flags)}"))
     return f"""# bash completion of stagewright; stagewright completion bash prints it
 _stagewright_runs() {{
     local folder
@@ -47,11 +55,11 @@ _stagewright() {{
         return
     fi
     case "$command" in
-{_actions(commands)}    esac
+{_actions(commands, _OFFER, "COMP_WORDS[2]")}    esac
     case "$command" in
-{_cases(commands, names)}    esac
+{"".join(cases)}    esac
     case "$command $before" in
-{_values(commands, names)}    esac
+{_values(commands, names, "words")}    esac
     case "$word" in
         -*) words=$flags ;;
     esac
@@ -64,6 +72,11 @@ complete -o bashdefault -o default -F _stagewright stagewright
 
 def as_zsh(commands: Sequence[Command], names: Names) -> str:
     """The script for zsh; it lists options with their help."""
+    cases = []
+    for command in commands:
+        helps = {flag: option.help for option in command.takes for flag in option.flags} | _HELP
+        words = shlex.quote(" ".join(_positional(command, names)))
+        cases.append(_case([command.name], f"found={words} described=({_described(helps)})"))
     return f"""#compdef stagewright
 # zsh completion of stagewright; stagewright completion zsh prints it
 _stagewright_runs() {{
@@ -81,11 +94,11 @@ _stagewright() {{
     fi
     COMP_CWORD=$((CURRENT - 1))
     case "$command" in
-{_actions(commands, zsh=True)}    esac
+{_actions(commands, "compadd -- {}", "words[3]")}    esac
     case "$command" in
-{_cases(commands, names, zsh=True)}    esac
+{"".join(cases)}    esac
     case "$command $before" in
-{_values(commands, names, zsh=True)}    esac
+{_values(commands, names, "found")}    esac
     if [[ "$word" == -* ]]; then
         _describe -o option described
         return
@@ -117,26 +130,21 @@ def as_fish(commands: Sequence[Command], names: Names) -> str:
         "end",
         "complete -c stagewright -n 'test (count (commandline -opc)) -eq 1' -f",
     ]
+    start = "complete -c stagewright -n"
     for name, help in _tops(commands).items():
-        lines.append(
-            f"complete -c stagewright -n 'test (count (commandline -opc)) -eq 1' -f -a {name} -d {_fish(help)}"
-        )
+        lines.append(f"{start} 'test (count (commandline -opc)) -eq 1' -f -a {name} -d {_fish(help)}")
     for command in commands:
         group, _, action = command.name.rpartition(" ")
         if group:
             only = f"__stagewright_is {group}; and test (count (commandline -opc)) -eq 2"
-            lines.append(f"complete -c stagewright -n '{only}' -f -a {action} -d {_fish(command.help)}")
-        is_it = f"complete -c stagewright -n '__stagewright_is {command.name}'"
-        for word in _positional(command, names):
-            listed = "(__stagewright_runs)" if word == "@runs" else word
-            lines.append(f"{is_it} -a {shlex.quote(listed)}")
+            lines.append(f"{start} '{only}' -f -a {action} -d {_fish(command.help)}")
+        is_it = f"{start} '__stagewright_is {command.name}'"
+        lines += (f"{is_it} -a {shlex.quote(_RUNS.get(word, word))}" for word in _positional(command, names))
         for option in command.takes:
             short = f" -s {option.short[1]}" if option.short else ""
-            known = _known(option, names)
-            listed = "(__stagewright_runs)" if known == "@runs" else known
+            listed = _RUNS.get(known := _known(option, names), known)
             value = "" if option.type is bool else f" -r -a {shlex.quote(listed)} -f" if listed else " -r"
-            for flag in option.flags:
-                lines.append(f"{is_it} -l {flag[2:]}{short}{value} -d {_fish(option.help)}")
+            lines += (f"{is_it} -l {flag[2:]}{short}{value} -d {_fish(option.help)}" for flag in option.flags)
     return "\n".join(lines) + "\n"
 
 
@@ -155,59 +163,41 @@ def _tops(commands: Sequence[Command]) -> dict[str, str]:
     return tops
 
 
-def _actions(commands: Sequence[Command], *, zsh: bool = False) -> str:
+def _case(patterns: Iterable[str], do: str) -> str:
+    """A line of a shell's `case`."""
+    return f"        {'|'.join(map(shlex.quote, patterns))}) {do} ;;\n"
+
+
+def _actions(commands: Sequence[Command], offer: str, second: str) -> str:
     """Cases that complete an action, or add it to the command."""
     actions: dict[str, list[str]] = {}
     for command in commands:
         group, _, action = command.name.rpartition(" ")
         if group:
             actions.setdefault(group, []).append(action)
-    lines = []
-    for group, known in actions.items():
-        if zsh:
-            do = f"compadd -- {' '.join(known)}; return"
-        else:
-            do = f'COMPREPLY=($(compgen -W "{" ".join(known)}" -- "$word")); return'
-        word = "words[3]" if zsh else "COMP_WORDS[2]"
-        lines.append(f'        {group}) if [ "$COMP_CWORD" -eq 2 ]; then {do}; fi; command="$command ${{{word}}}" ;;\n')
-    return "".join(lines)
+    return "".join(
+        _case(
+            [group],
+            f'if [ "$COMP_CWORD" -eq 2 ]; then {offer.format(" ".join(known))}; return; fi; '
+            f'command="$command ${{{second}}}"',
+        )
+        for group, known in actions.items()
+    )
 
 
-def _cases(commands: Sequence[Command], names: Names, *, zsh: bool = False) -> str:
-    """Cases that know the options of a command, and what its arguments can name."""
-    lines = []
-    for command in commands:
-        flags = [flag for option in command.takes for flag in option.flags] + ["--help", "--help-all"]
-        words = " ".join(_positional(command, names))
-        if zsh:
-            helps = {flag: option.help for option in command.takes for flag in option.flags}
-            lines.append(
-                f"        {shlex.quote(command.name)}) found={shlex.quote(words)} "
-                f"described=({_described(helps | {'--help': 'how it is used', '--help-all': 'all options'})}) ;;\n"
-            )
-        else:
-            listed = f"words={shlex.quote(words)} flags={shlex.quote(' '.join(flags))}"
-            lines.append(f"        {shlex.quote(command.name)}) {listed} ;;\n")
-    return "".join(lines)
-
-
-def _values(commands: Sequence[Command], names: Names, *, zsh: bool = False) -> str:
+def _values(commands: Sequence[Command], names: Names, variable: str) -> str:
     """Cases that know the values of an option; where these are files or numbers, nothing is completed but files."""
     lines = []
     for command in commands:
-        free = []
+        free: list[str] = []
         for option in command.takes:
-            spelled = "|".join(
-                shlex.quote(f"{command.name} {flag}") for flag in filter(None, (option.flag, option.short))
-            )
-            if option.type is bool:
-                continue
-            if known := _known(option, names):
-                lines.append(f"        {spelled}) {'found' if zsh else 'words'}={shlex.quote(known)} ;;\n")
-            else:
-                free.append(spelled)
+            spelled = [f"{command.name} {flag}" for flag in (option.flag, option.short) if flag]
+            if option.type is not bool and (known := _known(option, names)):
+                lines.append(_case(spelled, f"{variable}={shlex.quote(known)}"))
+            elif option.type is not bool:
+                free += spelled
         if free:
-            lines.append(f"        {'|'.join(free)}) {'found' if zsh else 'words'}= ;;\n")
+            lines.append(_case(free, f"{variable}="))
     return "".join(lines)
 
 
@@ -215,8 +205,7 @@ def _known(option: Taken, names: Names) -> str:
     """The values of an option, by name; `@runs` for runs."""
     if option.flag in _RUN_OPTIONS:
         return "@runs"
-    known = {"--model": names.models, "--cluster": names.clusters}.get(option.flag, option.choices)
-    return " ".join(known)
+    return " ".join({"--model": names.models, "--cluster": names.clusters}.get(option.flag, option.choices))
 
 
 def _positional(command: Command, names: Names) -> list[str]:
@@ -224,9 +213,7 @@ def _positional(command: Command, names: Names) -> list[str]:
     kinds = {argument.kind for argument in command.arguments}
     if RUN in kinds:
         return ["@runs"]
-    if MODEL in kinds:
-        return list(names.models)
-    return [choice for argument in command.arguments for choice in argument.choices]
+    return list(names.models) if MODEL in kinds else [one for given in command.arguments for one in given.choices]
 
 
 def _described(helps: dict[str, str]) -> str:
