@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from stagewright.bench.result import Row
 from stagewright.bench.statistics import Answer, Interval, judge, paired_ratio
 from stagewright.errors import counted
 from stagewright.report.columns import Column, page_table, used
-from stagewright.report.live.terminal import plain_table, print_table, say
+from stagewright.report.live.terminal import print_table, say
 from stagewright.report.page import Block, Page, Table
 from stagewright.report.words import upper_first
 
@@ -165,10 +166,9 @@ def show(console: Console, outcome: Outcome, folder: Path) -> None:
                 say(console, f"{row.name}: {row.note}")
     for made in outcome.tables:
         say(console, made.title)
-        table = plain_table(*made.columns[:_SHOWN], left=made.columns[:_TEXT])
-        for cells in made.rows:
-            table.add_row(*cells[:_SHOWN])
-        console.print(table)
+        heads = enumerate(made.columns[:_SHOWN])
+        columns = [Column(head, itemgetter(at), is_text=at < _TEXT, wraps=True) for at, head in heads]
+        print_table(console, columns, made.rows)
     for name, value in outcome.figures.items():
         what, _, share = name.rpartition(", %")
         say(console, f"{name}: {format_figure(value)}" if share or not what else f"{what}: {format_figure(value)} %")

@@ -36,7 +36,7 @@ from stagewright.hardware.rows import Row
 from stagewright.metrics import MIB
 from stagewright.planning.predict import IMAGENET, Prediction
 from stagewright.report.columns import Column, page_table, used
-from stagewright.report.live.terminal import plain_table, say
+from stagewright.report.live.terminal import print_table, say
 from stagewright.report.page import Table
 from stagewright.voice import Voice
 
@@ -185,22 +185,24 @@ def _described(row: PredictedRow) -> dict[str, Any]:
     }
 
 
+def _of(row: PredictedRow) -> str:
+    about = f"{row.row.model} {row.row.precision} {row.row.batch_per_gpu}, {row.row.software[:24]}"
+    return f"{row.row.gpus} x {row.row.hardware}, {about}"
+
+
+_COLUMNS: tuple[Column[PredictedRow], ...] = (
+    Column("row", _of, is_text=True, wraps=True),
+    Column("measured", lambda row: row.row.images_per_second, "{:,.0f}"),
+    Column("predicted", lambda row: row.predicted, "{:,.0f}"),
+    Column("90 %", lambda row: "{:,.0f}-{:,.0f}".format(*row.bounds(shipped().errors))),
+    Column("off by", lambda row: row.error, "{:+.1%}"),
+    Column("class", lambda row: row.evidence, is_text=True),
+)
+
+
 def show_rows(console: Console, rows: Sequence[PredictedRow], skipped: Sequence[Unknown]) -> None:
     """Every row, then errors, coverage and orders by class of evidence, and what was skipped."""
-    columns = ("row", "measured", "predicted", "90 %", "off by", "class")
-    table = plain_table(*columns, left=("row", "class"), no_wrap=set(columns) - {"row"})
-    for row in rows:
-        low, high = row.bounds(shipped().errors)
-        table.add_row(
-            f"{row.row.gpus} x {row.row.hardware}, {row.row.model} {row.row.precision} {row.row.batch_per_gpu}, "
-            f"{row.row.software[:24]}",
-            f"{row.row.images_per_second:,.0f}",
-            f"{row.predicted:,.0f}",
-            f"{low:,.0f}-{high:,.0f}",
-            f"{row.error:+.1%}",
-            str(row.evidence),
-        )
-    console.print(table)
+    print_table(console, _COLUMNS, rows)
     classes = defaultdict(list)
     for row in rows:
         classes[str(row.evidence)].append(row)

@@ -11,17 +11,13 @@ from rich.console import Console
 
 from benchmarks.models.run import BAR, STAGES, Tried, Tries
 from stagewright.errors import counted
-from stagewright.report.live.terminal import plain_table, say
+from stagewright.report.columns import Column
+from stagewright.report.live.terminal import print_table, say
 
 
 def show_tries(console: Console, tries: Tries) -> None:
     """Print the table, the models that were refused or differ, and the summary."""
-    table = plain_table("model", "way", "units", "most", "s", "sync", "stale", left=("model", "way"))
-    for tried in tries.models:
-        if not tried.refused:
-            figures = (str(tried.units), str(tried.most_stages), f"{tried.seconds:.1f}")
-            table.add_row(tried.name, tried.way, *figures, _figure(tried.sync), _figure(tried.stale))
-    console.print(table)
+    print_table(console, _COLUMNS, [tried for tried in tries.models if not tried.refused])
     for tried in tries.models:
         if tried.refused:
             say(console, f"{tried.name}: {tried.refused}")
@@ -69,3 +65,14 @@ def as_json(tries: Tries) -> dict[str, Any]:
 
 def _figure(gap: float | None) -> str:
     return "" if gap is None else f"{gap:.0e}"
+
+
+_COLUMNS: tuple[Column[Tried], ...] = (
+    Column("model", lambda tried: tried.name, is_text=True, wraps=True),
+    Column("way", lambda tried: tried.way, is_text=True, wraps=True),
+    Column("units", lambda tried: tried.units, wraps=True),
+    Column("most", lambda tried: tried.most_stages, wraps=True),
+    Column("s", lambda tried: tried.seconds, "{:.1f}", wraps=True),
+    Column("sync", lambda tried: _figure(tried.sync), wraps=True),
+    Column("stale", lambda tried: _figure(tried.stale), wraps=True),
+)

@@ -21,7 +21,7 @@ from stagewright.metrics import MIB, format_rate
 from stagewright.planning.traced import rate_of
 from stagewright.profile.profile import Profile, Unit
 from stagewright.report.columns import Column
-from stagewright.report.live.terminal import open_console, plain, plain_table, print_lines, print_table, say, speaking
+from stagewright.report.live.terminal import open_console, print_lines, print_table, say, speaking
 from stagewright.run.inspect import Inspection, UnitFacts, inspect_model
 from stagewright.run.profile import Subject, import_profile, measure_profile
 
@@ -41,6 +41,13 @@ _UNITS: tuple[Column[Unit], ...] = (
     Column("weights MiB", lambda unit: unit.parameters * 4 / MIB, "{:.2f}", spare=1),
     Column("live MiB", lambda unit: unit.live / MIB, "{:.2f}", spare=3),
     Column("saved MiB", lambda unit: unit.saved / MIB, "{:.2f}", spare=2),
+)
+
+_STYLES = {CheckState.PASSED: "green", CheckState.FAILED: "bold red", CheckState.NOT_CHECKED: "yellow"}
+_CHECKS: tuple[Column[Check], ...] = (
+    Column("check", lambda check: f"{check.part}: {check.name}", is_text=True, wraps=True),
+    Column("", lambda check: check.state, is_text=True, style=lambda check: _STYLES[check.state]),
+    Column("found", lambda check: check.line, is_text=True, wraps=True),
 )
 
 
@@ -72,12 +79,7 @@ def show_checks(console: Console, checks: Sequence[Check]) -> None:
     if not console.is_terminal:
         print_lines(*(f"{check.state}: {check.part}, {check.name}: {check.line}" for check in checks))
         return
-    styles = {CheckState.PASSED: "green", CheckState.FAILED: "bold red", CheckState.NOT_CHECKED: "yellow"}
-    table = plain_table("check", "", "found", left=("check", "", "found"), no_wrap=("",))
-    for check in checks:
-        state = plain(check.state, styles[check.state])
-        table.add_row(f"{check.part}: {check.name}", state, check.line)
-    console.print(table)
+    print_table(console, _CHECKS, checks)
 
 
 def run_profile(parsed: argparse.Namespace) -> None:

@@ -23,6 +23,7 @@ class Column(Generic[Row]):
     wraps: bool = False  # a terminal may break its cells
     spare: int = 0  # above 0: a terminal that is too narrow leaves out the column with the highest first
     title: str = ""  # the head on a page, which has more room
+    style: Callable[[Row], str] | None = None  # of its cells in a terminal
     about: str = ""  # what a short head means, below a terminal's table
 
     def cell(self, row: Row) -> str:

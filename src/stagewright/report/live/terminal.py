@@ -11,14 +11,13 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
-from rich.style import StyleType
 from rich.table import Table
 from rich.text import Text
 
@@ -295,13 +294,13 @@ def _reason_for(saved: Saved) -> str:
     return ", most of it for earlier ones to reach the disk; raise --checkpoint-every"
 
 
-def draw_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> PlainTable:
-    """Rows as a table without lines."""
-    table = PlainTable(box=None, pad_edge=False)
+def draw_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> Table:
+    """Rows as a table without lines, whose cells are shown as they are."""
+    table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(plain(column.head), justify="left" if column.is_text else "right", no_wrap=not column.wraps)
     for row in rows:
-        table.add_row(*(column.cell(row) for column in columns))
+        table.add_row(*(plain(one.cell(row), one.style(row) if one.style else "") for one in columns))
     return table
 
 
@@ -322,19 +321,3 @@ def _fitting(columns: Sequence[Column[Row]], rows: Sequence[Row], width: int, ga
             break
         shown.remove(spared)
     return shown
-
-
-class PlainTable(Table):
-    """A table whose cells are shown as they are."""
-
-    def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
-        shown = (plain(cell) if isinstance(cell, str) else cell for cell in cells)
-        super().add_row(*shown, style=style, end_section=end_section)
-
-
-def plain_table(*columns: str, left: Collection[str] = (), no_wrap: Collection[str] = ()) -> PlainTable:
-    """A table without lines; most columns hold numbers, so they are right-justified unless named in `left`."""
-    table = PlainTable(box=None, pad_edge=False)
-    for name in columns:
-        table.add_column(plain(name), justify="left" if name in left else "right", no_wrap=name in no_wrap)
-    return table
