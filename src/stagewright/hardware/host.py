@@ -27,18 +27,20 @@ class Host:
 
 def read_host(root: Path = Path("/")) -> Host:
     """This host; `root` is where the system's files are, for tests."""
-    lines = _lines(root / "proc/cpuinfo")
-    sockets = {line for line in lines if line.startswith("physical id")}
+    parts = (line.partition(":") for line in _lines(root / "proc/cpuinfo"))
+    about = [(name.strip(), value.strip()) for name, _, value in parts]
+    first = dict(reversed(about))  # of the first processor
+    release = dict(line.partition("=")[::2] for line in _lines(root / "etc/os-release"))
     return Host(
         platform.node(),
-        _system(root),
+        release.get("PRETTY_NAME", f"{platform.system()} {platform.release()}").strip().strip('"'),
         platform.release(),
-        _cpu(lines),
-        len(sockets) or None,
+        first.get("model name") or platform.processor() or platform.machine(),
+        len({value for name, value in about if name == "physical id"}) or None,
         num_cores(),
         psutil.cpu_count(logical=False),
         _memory(root, psutil.virtual_memory().total),
-        _virtual(root, lines),
+        _virtual(root, first.get("flags", "").split()),
     )
 
 
@@ -53,18 +55,6 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _system(root: Path) -> str:
-    for line in _lines(root / "etc/os-release"):
-        if line.startswith("PRETTY_NAME="):
-            return line.partition("=")[2].strip().strip('"')
-    return f"{platform.system()} {platform.release()}"
-
-
-def _cpu(lines: list[str]) -> str:
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def _memory(root: Path, total: int) -> int:
     """The memory of the machine, or the part of it that this container may use."""
     for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -74,10 +64,10 @@ def _memory(root: Path, total: int) -> int:
     return total
 
 
-def _virtual(root: Path, lines: list[str]) -> str | None:
+def _virtual(root: Path, flags: list[str]) -> str | None:
     """Judged by the processor's flags, the firmware's vendor and the files that containers leave."""
     found: list[str] = []
-    if any("hypervisor" in line.split() for line in lines if line.startswith("flags")):
+    if "hypervisor" in flags:
         vendor = "".join(_lines(root / "sys/class/dmi/id/sys_vendor")).strip()
         found.append(f"virtual machine ({vendor})" if vendor else "virtual machine")
     cgroup = " ".join(_lines(root / "proc/1/cgroup"))
