@@ -231,9 +231,9 @@ def _read(folder: Path) -> EarlierRuns:
             [replace(run, origin=run.origin or str(folder), settings=_in_full(run.settings)) for run in runs], machines
         )
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give a folder of bench learning") from error
+        raise UserError(f"{path}: {error.strerror}; give a folder of learning") from error
     except (ValueError, KeyError, TypeError, ValidationError, RecursionError) as error:
-        raise UserError(f"{path} was not written by bench learning; give a folder that was") from error
+        raise UserError(f"{path} was not written by a study; give the folder of one") from error
 
 
 def _in_full(settings: str) -> str:

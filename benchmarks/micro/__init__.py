@@ -1,5 +1,3 @@
 """Benchmarks of single parts: data loading, checkpoints, the monitor, the planner, a script's loop, growth, start-up,
-and how accurate predictions are.
-
-Each module's `measure` returns an `Outcome`; `selftest` checks a machine instead. Only `cli` imports this folder.
+and how accurate predictions are. Each module's `measure` returns an `Outcome`.
 """

@@ -1,4 +1,4 @@
-"""`bench checkpoint`: how long a checkpoint pauses training, compared with a plain copy of the same state.
+"""`checkpoint`: how long a checkpoint pauses training, compared with a plain copy of the same state.
 
 One rank trains batch by batch. Whenever the pipeline is empty, two things are timed: saving a checkpoint as
 `stagewright train` does, and copying its tensors into buffers that are already allocated.

@@ -1,4 +1,4 @@
-"""`bench engine`: a script's own loop beside `stagewright train`: the same model, data and plan, in turns.
+"""`engine`: a script's own loop beside `stagewright train`: the same model, data and plan, in turns.
 
 The script is this module: `python -m benchmarks.micro.engine OPTIONS` trains by an Engine, into a run folder.
 """

@@ -1,4 +1,4 @@
-"""`bench growth`: the memory and the messages of ranks in real runs, as microbatches, stages and ranks are doubled.
+"""`growth`: the memory and the messages of ranks in real runs, as microbatches, stages and ranks are doubled.
 
     microbatches   0:0.0:1, 4, 8, 16, 32 a batch   neither memory nor messages per microbatch may grow
     stages         1, 2, 4, 8, a rank each         a stage has fewer layers and more microbatches in flight

@@ -1,4 +1,4 @@
-"""`bench monitor`: what the monitor costs, from segments of one run with and without it, and its thread's own time."""
+"""`monitor`: what the monitor costs, from segments of one run with and without it, and its thread's own time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench own`: how accurate predictions are on this machine: models are profiled, their plans simulated, then run."""
+"""`own`: how accurate predictions are on this machine: models are profiled, their plans simulated, then run."""
 
 from __future__ import annotations
 

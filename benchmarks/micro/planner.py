@@ -1,4 +1,4 @@
-"""`bench planner`: how long `plan` takes, and search and simulator alone; sizes double, so that the growth shows."""
+"""`planner`: how long `plan` takes, and search and simulator alone; sizes double, so that the growth shows."""
 
 from __future__ import annotations
 

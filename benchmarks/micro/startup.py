@@ -1,4 +1,4 @@
-"""`bench startup`: the seconds of a short `stagewright train` by part, beside importing torch alone.
+"""`startup`: the seconds of a short `stagewright train` by part, beside importing torch alone.
 
     command ── loading and preparing ──► what will run ──► first step ── steps ──► done ──► prompt
 

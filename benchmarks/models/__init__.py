@@ -1,5 +1,5 @@
-"""Models that nobody here wrote, by which cutting is tried, in small variants.
+"""`models`: models that nobody here wrote, by which cutting is tried, in small variants.
 
-`catalog` lists them: `images` of torchvision and timm, `configured` of transformers, `own` of torch alone.
-`libraries` imports the packages they come from. Imported by `cli`.
+`catalog` lists them: `images` of torchvision and timm, `configured` of transformers, `own` of torch alone. `run` cuts
+and trains them, beside `plain`.
 """

@@ -1,4 +1,4 @@
-"""The table of `bench models`, in 80 columns, and what it sums up to."""
+"""The table of `models`, in 80 columns, and what it sums up to."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""`bench overhead`, `peers`, `gpu`, `transformers` and `shared`: Stagewright and stock PyTorch on the same work, in
-turns.
+"""`overhead`, `peers`, `gpu`, `transformers` and `shared`: Stagewright and stock PyTorch on the same work, in turns.
 
-`cases` says what is compared, `run` runs and prints it, `launch` starts the rank processes of each side, `process` is
-what each of them executes, and `sides` is how each side trains. Only `cli` imports this folder.
+`cases` says what is compared, `run` runs it, `launch` has the rank processes of all sides, which train in turns, and
+`sides` is how each side trains; `whole` compares whole commands, `shared` predicts first what it measures.
 """

@@ -1,6 +1,6 @@
 """What is compared with stock PyTorch: cases of one workload and several sides, and the goal for each pair of sides.
 
-`SUITES` holds the cases of `bench overhead`, `peers`, `gpu` and `transformers`; nothing here runs anything.
+`SUITES` holds the cases of `overhead`, `peers`, `gpu` and `transformers`; nothing here runs anything.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class PeerSuite:
-    """What `bench overhead`, `bench peers` or `bench gpu` measures."""
+    """What `overhead`, `peers` or `gpu` measures."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""`bench shared`: eight ranks that share one GPU, predicted from a profile and then measured: stock DDP and a plan.
+"""`shared`: eight ranks that share one GPU, predicted from a profile and then measured: stock DDP and a plan.
 
 A process of its own takes the profile of each model, with seven more beside it, under CUDA MPS as in the run; the plan
 is chosen from it, on the cluster `h200-shared-8` with the links and the host budget that the same profile measured. All

@@ -220,5 +220,5 @@ def test_refuses_to_reuse_a_study_without_equal_settings(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="none of its 2 runs"):
         earlier_runs([str(tmp_path)], trial_runs)
     (tmp_path / "learning.json").write_text("[1]")
-    with pytest.raises(ValueError, match="was not written by bench learning"):
+    with pytest.raises(ValueError, match="was not written by a study"):
         earlier_runs([str(tmp_path)], trial_runs)
