@@ -28,6 +28,7 @@ from stagewright.errors import UserError
 from stagewright.events import Evaluated, Step, encode
 from stagewright.metrics import steady_rate
 from stagewright.model.load import build_model
+from stagewright.runtime.stage.optimizer import stock_optimizer
 
 Write = Callable[[Step | Evaluated], None]
 _TEXT = "tokens:"
@@ -78,7 +79,7 @@ def train_plain(config: Config, write: Write) -> float | None:
     every = order.batches if config.run.eval_every is None else config.run.eval_every or batches
     dtype = _DTYPES[config.run.precision]
     model = build_model(config.model.name, config.run.seed, config.model.classes, dtype).to(device).train()
-    optimizer = _optimizer(config, model)
+    optimizer = stock_optimizer(config.optimizer, model.parameters())
     seconds, steps = 0.0, []
     for batch in range(batches):
         start = time.perf_counter()
@@ -99,16 +100,6 @@ def train_plain(config: Config, write: Write) -> float | None:
             write(_evaluate(model, validation, batch + 1, (config.plan.batch or DEFAULT_BATCH), device))
     speed = steady_rate(steps, (config.plan.batch or DEFAULT_BATCH))
     return None if speed is None else speed.rate
-
-
-def _optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    given = config.optimizer
-    if given.name == "adamw":
-        betas = (given.beta1, given.beta2)
-        return torch.optim.AdamW(model.parameters(), given.lr, betas, given.eps, given.weight_decay)
-    return torch.optim.SGD(
-        model.parameters(), given.lr, given.momentum, weight_decay=given.weight_decay, nesterov=given.nesterov
-    )
 
 
 def _learning_rate(config: Config, batch: int, batches: int) -> float:
