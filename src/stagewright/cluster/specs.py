@@ -54,11 +54,6 @@ class DeviceSpec:
     evidence: Mapping[str, str] = field(default_factory=dict)  # by units: what the speed of its kernels is based on
 
     @property
-    def memory_share(self) -> float:
-        """The fraction of the data sheet's bandwidth that a plain kernel reaches."""
-        return self.family.memory
-
-    @property
     def has_matrix_units(self) -> bool:
         """Whether half precision is faster than its plain fp32 units: those have a memory layout of their own."""
         return self.peak.get("fp16", 0.0) > 2.5 * self.peak["fp32"] or "bf16" in self.peak
@@ -165,11 +160,10 @@ def find(known: Mapping[str, _Entry], name: str, what: str) -> _Entry:
 
 def calibration_note(devices: Iterable[DeviceSpec], precision: str) -> str | None:
     """A line that names the devices whose own speed no measurement has calibrated."""
+    words = {ALIKE: "by other cards of its chip family", SHEET: "by its data sheet"}
     named: dict[str, list[str]] = {}
-    for device in sorted({device.name: device for device in devices}.values(), key=lambda device: device.name):
-        known = device.basis(precision)
-        if known != FITTED:
-            named.setdefault("by other cards of its chip family" if known == ALIKE else "by its data sheet", [])
-            named["by other cards of its chip family" if known == ALIKE else "by its data sheet"].append(device.name)
+    for name, basis in sorted({device.name: device.basis(precision) for device in devices}.items()):
+        if basis != FITTED:
+            named.setdefault(words.get(basis, words[SHEET]), []).append(name)
     parts = [f"{', '.join(names)}: {basis}" for basis, names in named.items()]
     return f"{precision} speed of {'; of '.join(parts)}" if parts else None

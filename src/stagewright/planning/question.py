@@ -53,9 +53,11 @@ class Question:
     @staticmethod
     def of(command: str, values: Mapping[str, Any], form: Form | None = None) -> Question:
         """That of the options of `plan`, `simulate` or `value`; of several clusters, the first."""
-        clusters = values["cluster"]
+        config, clusters = config_of(command, values), values["cluster"]
+        if config.plan.microbatches is not None and config.plan.batch is not None:
+            require_divisible(config.plan.batch, config.plan.microbatches)
         return Question(
-            config_of(command, values),
+            config,
             clusters[0] if isinstance(clusters, list) else clusters,
             values["devices"],
             values["software"],
@@ -130,8 +132,6 @@ def run_words(config: Config, device: str, precision: str, threads: int) -> list
 def ask(question: Question, model: Traced) -> Asked:
     """The setting and the batch to search plans for, of a cluster or of a profile."""
     plan = question.config.plan
-    if plan.microbatches is not None and plan.batch is not None:
-        require_divisible(plan.batch, plan.microbatches)
     catalog, cluster = open_cluster(question.cluster) if question.cluster is not None else (shipped(), None)
     if cluster is not None and question.devices is not None:
         cluster = cluster.first(question.devices)

@@ -64,7 +64,7 @@ class Rates:
             convolutions * convolution_share,
             device.peak["fp32"],
             device.peak["fp32"] * (device.family.grouped if in_fp32 else _GROUPED_SHARE),
-            device.bandwidth * device.memory_share,
+            device.bandwidth * device.family.memory,
             2 if half else 8 if precision == "fp64" else 4,
             has_winograd=not half and in_fp32,
             changes_layout=half and device.has_matrix_units and not software.channels_last,

@@ -22,7 +22,7 @@ from stagewright.hardware.host import num_cores
 from stagewright.metrics import format_rate
 from stagewright.model.chain import Chain
 from stagewright.plan.estimate import Setting
-from stagewright.plan.make import make_plan, require_divisible
+from stagewright.plan.make import make_plan
 from stagewright.plan.plan import Plan
 from stagewright.planning import question as questions
 from stagewright.planning.build import build_plan, resolved_options
@@ -43,15 +43,12 @@ _SIMULATED = ("cut", "shares", "batch", "microbatches", "staleness")  # what `si
 
 def ask(question: Question, voice: Voice = SILENT) -> Asked:
     """A question with all that it leaves open filled in: where no cluster is named, by a profile of this machine."""
-    plan = question.config.plan
-    if plan.microbatches is not None and plan.batch is not None:
-        require_divisible(plan.batch, plan.microbatches)
     if question.has_place:
         return questions.ask(question, trace_config(question.config, question.form))
     config = with_devices(question.config)
     model = trace_config(config, question.form)  # what is wrong with a model is said before it is profiled
     here = profile_here(config, voice, question.form)
-    batch = plan.batch or here.profile.covered(config.run.precision)[1] * here.devices
+    batch = config.plan.batch or here.profile.covered(config.run.precision)[1] * here.devices
     setting = setting_of(config, None, here.cluster, here.profile.reaching(batch), catalog=here.catalog)
     setting = replace(setting, cluster=replace(setting.cluster, name="this machine"), tied=model.tied)
     ranks = counted(len(setting.cluster.devices), "GPU" if here.device == "cuda" else "CPU rank")

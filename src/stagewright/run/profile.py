@@ -36,7 +36,7 @@ from stagewright.objects import is_given, shown
 from stagewright.planning.traced import form_of, meta_model, trace_model
 from stagewright.profile.measure import REPEATS, Workload, measure, sample_sizes
 from stagewright.profile.pipedream import read_pipedream
-from stagewright.profile.profile import Profile, Transfer, read_profile
+from stagewright.profile.profile import Ceilings, Profile, Transfer, read_profile
 from stagewright.run.background_load import background_load
 from stagewright.runtime.precision import make_precision
 from stagewright.runtime.process.link_test import measure_links
@@ -115,11 +115,14 @@ def measure_profile(subject: Subject, voice: Voice = SILENT, form: Form | None =
                 set_fast_flags(precision)
             context, together = precision.forward_context, subject.together
             profiles.append(measure(workload, context, together, voice, load, subject.repeats))
-    profile = _merged(profiles)
+    ceilings = [profile.ceilings for profile in profiles if profile.ceilings is not None]
+    matrix = {name: rate for own in ceilings for name, rate in own.matrix.items()}
+    tables = tuple(table for profile in profiles for table in profile.tables)
+    found = replace(ceilings[0], matrix=matrix)
     if subject.together > 1:
         voice.progress("links between ranks")
-        profile = _with_links(profile, subject.together, subject.device)
-    return profile
+        found = _with_links(found, subject.together, subject.device)
+    return replace(profiles[0], tables=tables, ceilings=found)
 
 
 def _vocabulary(subject: Subject) -> int:
@@ -128,24 +131,12 @@ def _vocabulary(subject: Subject) -> int:
     return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=2)
 
 
-def _merged(profiles: Sequence[Profile]) -> Profile:
-    """One profile with the tables and the matrix rates of several precisions."""
-    first = profiles[0]
-    matrix: dict[str, float] = {}
-    for profile in profiles:
-        matrix |= profile.ceilings.matrix if profile.ceilings else {}
-    assert first.ceilings is not None
-    tables = tuple(table for profile in profiles for table in profile.tables)
-    return replace(first, tables=tables, ceilings=replace(first.ceilings, matrix=matrix))
-
-
-def _with_links(profile: Profile, ranks: int, device: str) -> Profile:
-    """The same profile with the measured speed of transfers between ranks, through host memory."""
+def _with_links(ceilings: Ceilings, ranks: int, device: str) -> Ceilings:
+    """The same with the measured speed of transfers between ranks, through host memory."""
     found = measure_links(ranks, device=device)
-    assert profile.ceilings is not None
     transfers = tuple(Transfer(**entry) for entry in found["transfers"])
     sums = {name: found[name] for name in ("reduce", "host", "gloo_reduce", "gloo_host")}
-    return replace(profile, ceilings=replace(profile.ceilings, transfers=transfers, **sums))
+    return replace(ceilings, transfers=transfers, **sums)
 
 
 def import_profile(file: str, model: str, samples: str) -> Profile:
