@@ -43,13 +43,8 @@ def make_optimizer(params: Any) -> torch.optim.Optimizer:
 
 
 def make_engine(folder: Path, model: nn.Module | None = None, **options: Any) -> Engine:
-    options = {
-        "optimizer": make_optimizer,
-        "loss": nn.CrossEntropyLoss(),
-        "precision": "fp64",
-        "runs": folder,
-    } | options
-    return Engine(model or make_model(), **options)
+    given = {"optimizer": make_optimizer, "loss": nn.CrossEntropyLoss(), "precision": "fp64", "runs": folder}
+    return Engine(model or make_model(), **given | options)
 
 
 def batches_of(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -290,6 +285,15 @@ def test_leaving_a_replayed_loop_leaves_it_at_the_same_batch(tmp_path: Path) -> 
         first, run = script(engine), engine.folder
     with make_engine(tmp_path, resume=run, **STAGES) as engine:
         assert script(engine) == first == [0, 1, 3, 4, 5, 6, 7]
+
+
+def test_checkpoints_come_by_the_minute_in_one_process_too_and_change_no_bit(tmp_path: Path) -> None:
+    found = []
+    for minutes in (0.0, 1e-6):
+        with make_engine(tmp_path, checkpoint_minutes=minutes, **STAGES) as engine:
+            found.append([step.loss for step in engine.epoch(DATA, batch=BATCH)])
+        assert bool(minutes) == any((engine.folder / "checkpoints").glob("[0-9]"))
+    assert found[0] == found[1]
 
 
 PIPEDREAM = {"placement": "0:0-2.0:3", "cut": "3", "mode": "pipedream", "emulate": True, "microbatches": 2}
