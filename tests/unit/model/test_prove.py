@@ -866,3 +866,18 @@ def test_a_factory_that_draws_what_no_seed_fixes_is_proven() -> None:
 
 def test_a_stage_may_change_in_place_what_it_gets() -> None:
     assert prove_cut(between(lambda self, x: x.mul_(2.0)), ("mul_",), way=Way.GRAPH).difference < 1e-12
+
+
+class Late(Averaging):
+    """Evaluation reads in the second stage what training keeps in the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.second(self.between(x) if self.training else x)
+        return self.head(x if self.training else x - self.mean)
+
+
+def test_a_buffer_that_evaluation_reads_in_a_later_stage_is_sent_there() -> None:
+    chain = Chain(Late(), example())
+    assert "mean" in chain.cut(chain.by_names(["second"]))[1].evaluation_inputs
+    assert prove_cut(Late, ("second",), way=Way.GRAPH).difference < 1e-12
