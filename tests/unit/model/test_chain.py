@@ -124,3 +124,9 @@ def test_stages_that_run_one_module_have_copies_of_it_with_its_parameters() -> N
 def test_a_parameter_that_a_change_in_place_reads_may_be_on_both_sides_of_a_cut() -> None:
     trait = TRAITS["moving average of weights"]
     assert Chain(trait.factory(), trait.data(2)[0]).impossible == {}
+
+
+def test_the_chain_of_another_build_knows_its_ties_without_a_recording() -> None:
+    chain = Chain(models.language(), models.make_data("language", 4)[0])
+    other = chain.on(models.language().double())
+    assert other.trace is chain.trace and other.tied(("second",)) == chain.tied(("second",)) != ()
