@@ -18,15 +18,16 @@ class LossFacts:
     computed_by: str  # a function of model/loss, of what the model returns, the fields and the options
     options: tuple[str, ...] = ()  # that change it
     classes: int | None = None  # the dimension of what the model returns that has classes
+    takes_real: bool = False  # its targets may be floating-point numbers
 
 
 LOSSES: dict[str, LossFacts] = {
     "cross-entropy": LossFacts("cross_entropy", (_SMOOTHED, _IGNORED, _WEIGHTED), 1),
     "next-token": LossFacts("next_token", (_SMOOTHED, _IGNORED), -1),
-    "binary": LossFacts("binary", (_IGNORED,)),
-    "mse": LossFacts("mse"),
-    "l1": LossFacts("l1"),
-    "soft": LossFacts("soft", (_SMOOTHED,)),
+    "binary": LossFacts("binary", (_IGNORED,), takes_real=True),
+    "mse": LossFacts("mse", takes_real=True),
+    "l1": LossFacts("l1", takes_real=True),
+    "soft": LossFacts("soft", (_SMOOTHED,), takes_real=True),
     "model": LossFacts("of_model"),  # its own
 }
 # The losses that each option of a loss changes.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stagewright.config.losses import LOSSES
-from stagewright.errors import UserError, did_you_mean, first_line
+from stagewright.errors import UserError, did_you_mean, either_of, first_line
 from stagewright.model.call import leaves_of
 from stagewright.objects import load_callable, load_object, shown
 
@@ -166,7 +166,8 @@ def cross_entropy(outputs: Any, sample: Sample, options: LossOptions) -> Any:
             f"--class-weights has {len(weights)} weights but the model has {logits.shape[1]} outputs; give as many"
         )
     if target.is_floating_point():
-        raise LossError("the target is a floating-point number; use --loss mse, l1, binary or soft")
+        others = either_of([name for name, facts in LOSSES.items() if facts.takes_real])
+        raise LossError(f"the target is a floating-point number; use --loss {others}")
     if target.dtype is torch.bool:
         raise LossError("the target is boolean; use --loss binary, or store class numbers as integers")
     if options.ignore_index is None and weights is None and target.dim() == 1:

@@ -1,5 +1,6 @@
 """Losses: what they return, and which targets of a text count."""
 
+import math
 import re
 from typing import Any
 
@@ -9,8 +10,31 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stagewright import objects
+from stagewright.config.losses import LOSSES
 from stagewright.errors import UserError
 from stagewright.model.loss import Loss, LossError, LossOptions
+
+# What every built-in loss makes of outputs and targets, by hand: the mean, over those targets that count.
+_LOGITS = torch.tensor([[0.0, 0.0], [0.0, math.log(3)]])
+_NUMBERS = torch.tensor([[1.0, -2.0], [0.0, 3.0]])
+BY_HAND: dict[str, tuple[Any, dict[str, Tensor], float]] = {
+    "cross-entropy": (_LOGITS, {"label": torch.tensor([0, 1])}, (math.log(2) + math.log(4 / 3)) / 2),
+    "next-token": (_LOGITS[None], {"targets": torch.tensor([[-100, 0]])}, math.log(4)),
+    "binary": (_LOGITS, {"label": torch.tensor([[1, -100], [-100, 1]])}, (math.log(2) + math.log(4 / 3)) / 2),
+    "mse": (_NUMBERS, {"target": torch.zeros(2, 2)}, (1 + 4 + 9) / 4),
+    "l1": (_NUMBERS, {"target": torch.zeros(2, 2)}, (1 + 2 + 3) / 4),
+    "soft": (_LOGITS[1:], {"target": torch.tensor([[0.5, 0.5]])}, (math.log(4) + math.log(4 / 3)) / 2),
+    "model": ({"loss": torch.tensor(2.0), "logits": _LOGITS}, {}, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_has_its_number_by_hand(name: str) -> None:
+    assert name in BY_HAND, f"{name}: add its number to BY_HAND"
+    outputs, sample, expected = BY_HAND[name]
+    measured = Loss(LossOptions(name, ignore_index=-100))(outputs, sample)
+    count = 1.0 if measured.count is None else float(measured.count)
+    assert float(measured.total) / count == pytest.approx(expected, rel=1e-6)
 
 
 def half(outputs: Tensor, sample: Any) -> tuple[Tensor, Tensor]:
