@@ -106,11 +106,11 @@ OPTIMIZERS = [
     {"name": "adamw", "lr": 1e-3},
     {"clip": 0.3, "lr": 1e-3},
     {**SETTINGS["rmsprop"], "lr": 1e-4},
-    SETTINGS["lars"],
+    *(options for name, options in SETTINGS.items() if name not in ("sgd", "adamw", "rmsprop")),
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), pairs(CASES, OPTIMIZERS))
+@pytest.mark.parametrize(("name", "options"), pairs(CASES, OPTIMIZERS), ids=str)
 @pytest.mark.usefixtures("scaled")
 def test_scaled_runs_equal_the_reference(name: str, options: dict[str, object], tmp_path: Path) -> None:
     case = replace(CASES[name], optimizer=options, steps=14, **SCALED)

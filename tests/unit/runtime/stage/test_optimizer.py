@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 
+import stagewright
 from stagewright.config.learning_rate import learning_rate
-from stagewright.config.optimizers import OPTIMIZERS
+from stagewright.config.optimizers import OPTIMIZERS, titles
 from stagewright.config.sections import OptimizerConfig, ScheduleConfig, options
 from stagewright.runtime.stage.optimizer import ScheduledRates, Weights, class_of, make_optimizer
 from tests import reference
 from tests.parity import SETTINGS
+from tests.unit.test_reference import OPTIMIZERS as COMPARED
+
+DOCS = Path(stagewright.__file__).parents[2] / "docs"
 
 
 def rates(schedule: ScheduleConfig, batches: int = 10) -> list[float]:
@@ -139,7 +144,33 @@ def test_every_optimizer_of_the_register_has_a_class_a_reference_and_settings_to
     for name, facts in OPTIMIZERS.items():
         assert issubclass(class_of(facts), torch.optim.Optimizer), f"{name}: {facts.kind} is no optimizer of torch"
         assert name in reference.OPTIMIZERS, f"{name}: write its update in tests/reference.py"
-        assert any(one.get("name", "sgd") == name for one in SETTINGS.values()), f"{name}: add it to SETTINGS"
+        compared = {kind for _, kind, _ in COMPARED.values()}
+        assert class_of(facts) in compared or not facts.kind.startswith("torch."), f"{name}: compare it with torch's"
+        assert name in SETTINGS, f"{name}: add it to SETTINGS"
         unknown = set(facts.options) - {each.name for each in fields(OptimizerConfig)}
         assert not unknown, f"{name}: OptimizerConfig has no option {unknown}"
         assert name in option.help
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_an_optimizer_is_what_its_entry_says(name: str) -> None:
+    """Otherwise it is neither planned nor in checkpoints."""
+    facts, rates = OPTIMIZERS[name], ScheduledRates(0.5, ScheduleConfig(), 5)
+    optimizer = make_optimizer(OptimizerConfig(name), Weights(torch.randn(50)), rates)
+    optimizer.step(0, torch.randn(50))
+    (state,) = optimizer.inner.state.values()
+    assert state.keys() == {*facts.state, *(["step"] if facts.counts_steps else [])}, f"{name}: `state`, `counts_steps`"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_documentation_has_every_optimizer(name: str) -> None:
+    assert f"`{name}`" in (DOCS / "training.md").read_text(), f"{name}: docs/training.md"
+    _, _, ruled = (DOCS / "design.md").read_text().partition("`--predict` needs a rule: ")
+    assert (OPTIMIZERS[name].title in ruled.split(" have one")[0]) == bool(OPTIMIZERS[name].extrapolation), (
+        f"{name}: docs/design.md"
+    )
+
+
+@pytest.mark.parametrize("option", ["momentum", "beta1", "beta2"])
+def test_the_documentation_has_what_groups_may_set(option: str) -> None:
+    assert f"`{option}` ({titles(option)})" in (DOCS / "models.md").read_text()
