@@ -99,7 +99,7 @@ class Session:
             if self.done > begun and self.done in self.job.pauses and self.job.evaluation:
                 self._compare(self.job.evaluation)
             is_requested = any(gate.batch == self.done for gate in self._gates)
-            is_due = is_requested or self.done == self.job.next_save(self.done - 1)
+            is_due = is_requested or self.done == self.job.next_save(begun)
             if self.done > self.job.start and (is_due or self.job.saves_outcome(self.best, self.done)):
                 self.save()
             if is_requested:

@@ -77,6 +77,13 @@ def test_resuming_from_any_checkpoint_gives_the_same_bits(case: Case, tmp_path: 
         assert again.scores == {at: score for at, score in whole.scores.items() if at > batch}
 
 
+def test_a_checkpoint_that_is_due_within_a_round_is_saved_where_that_ends(tmp_path: Path) -> None:
+    case = Case("normed", "0:0-2.0:3", "third", mode="pipedream", microbatches=2, steps=9)
+    kept = emulate_keeping(case, tmp_path, every=2, keep=0)
+    assert kept.job.plan.pause_step == 3
+    assert [int(folder.name) for folder in list_folders(Path(kept.job.folder))] == [3, 6, 9]
+
+
 def read_all(checkpoint: Checkpoint) -> dict[str, bytes]:
     return {file.name: (checkpoint.folder / file.name).read_bytes() for file in checkpoint.manifest.files}
 
