@@ -177,7 +177,7 @@ def impossible_beginnings(recording: Recording, units: Sequence[Unit], uses: Use
     for index, row in enumerate(uses):
         for use in row:
             is_inside = use.source is None and not use.is_assigned
-            if use.name.endswith(_STATISTICS) if is_inside else use.name in changed:
+            if use.name.endswith(_STATISTICS) or (not is_inside and use.name in changed):
                 first, _, name = spans.get(id(use.tensor), (index, index, use.name))
                 spans[id(use.tensor)] = (first, index, name)
     found: dict[str, str] = {}

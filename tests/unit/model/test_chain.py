@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from stagewright.cluster.catalog import shipped
+from stagewright.errors import UserError
 from stagewright.model.call import Form
 from stagewright.model.chain import Chain, tied_parameters
 from stagewright.profile.analytic import analytic_table
@@ -53,6 +55,22 @@ def test_an_invalid_cut_is_a_one_line_error(model: str, cut: str, words: list[st
     message = str(raised.value)
     assert "\n" not in message
     assert [word for word in words if word not in message] == []
+
+
+def test_running_statistics_that_the_code_reads_stay_with_their_layer() -> None:
+    class Centered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.middle, self.last = nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return self.last(self.middle(self.norm(rows)) - self.norm.running_mean)
+
+    chain = Chain(Centered(), torch.randn(4, 4))
+    assert set(chain.impossible) == {"middle", "sub"}
+    with pytest.raises(UserError, match=r"'norm\.running_mean' would be used on both sides"):
+        chain.cut(["middle"])
+    assert len(chain.cut(["last"])) == 2
 
 
 def test_an_untraceable_model_is_an_error_without_a_named_cut_too(tmp_path: Path) -> None:
