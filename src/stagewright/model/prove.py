@@ -42,7 +42,6 @@ from stagewright.torch_internals import TABLES, autocast_noted
 
 SAMPLES = 4  # other than those that a forward is recorded with, so that its sizes are proven too
 _TOLERANCE = 1e-8  # relative, in double precision
-_ROUNDING = torch.finfo(torch.float32).eps
 _ROUNDINGS = 100  # in single precision: how many times what a rounding of the input changes
 _LARGEST_TOLERANCE = 1e-3
 _FLOOR = 1e-6  # of the largest gradient: below it, a gradient is rounding
