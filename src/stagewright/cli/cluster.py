@@ -32,11 +32,7 @@ _WRAPS: dict[str, Any] = {"is_text": True, "wraps": True}
 _CLUSTERS: tuple[Column[dict[str, Any]], ...] = (
     Column("cluster", itemgetter("name"), **_WRAPS),
     Column("devices", itemgetter("number")),
-    Column(
-        "machines",
-        lambda cluster: ", ".join(map("{count} x {devices} {device}".format_map, cluster["machines"])),
-        **_WRAPS,
-    ),
+    Column("machines", lambda cluster: ", ".join(map(_MACHINES.format_map, cluster["machines"])), **_WRAPS),
     Column("links", itemgetter("links"), ", ".join, **_WRAPS),
 )
 _DEVICES: tuple[Column[dict[str, Any]], ...] = (

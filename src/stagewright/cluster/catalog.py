@@ -129,7 +129,7 @@ def make_catalog(tables: Mapping[str, Any]) -> Catalog:
 
 def _with_families(devices: Mapping[str, DeviceSpec]) -> dict[str, DeviceSpec]:
     """The devices, with what is known of their speed by other cards of their chip family."""
-    seen = {(device.family.name, units) for device in devices.values() for units in device.evidence}
+    seen = dict.fromkeys((device.family.name, units) for device in devices.values() for units in device.evidence)
     return {
         name: replace(
             device,

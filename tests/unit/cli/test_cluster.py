@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
+from subprocess import check_output
 
 import pytest
 
@@ -22,6 +24,12 @@ def test_lists_the_catalog(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert server["number"] == 16 and server["links"] == ["pcie3-pix", "pcie3-phb", "pcie3-sys", "net-100g"]
     assert {"rtx-4090", "cpu"} <= {entry["name"] for entry in found["devices"]}
     assert "memory" in {entry["name"] for entry in found["links"]}
+
+
+def test_the_catalog_is_listed_in_one_order() -> None:
+    command = [sys.executable, "-m", "stagewright", "cluster", "list", "--json"]
+    listed = [check_output(command, env={**os.environ, "PYTHONHASHSEED": seed}) for seed in ("1", "3", "5")]
+    assert listed[0] == listed[1] == listed[2]
 
 
 def test_a_name_that_is_no_text_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
