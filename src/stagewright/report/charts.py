@@ -69,32 +69,35 @@ def draw(figure: Figure, part: str) -> tuple[str, str]:
     """A figure of the part of a page with this id, and its description for screen readers."""
     match figure:
         case Bars():
-            return _draw_bars(figure), _about_bars(figure)
+            return _draw_bars(figure)
         case Stacks():
             return _draw_stacks(figure), f"{len(figure.stacks)} bars, {figure.unit}, by part."
         case Curves():
             return _draw_curves(figure), _about_curves(figure)
         case Pipeline():
-            about = _about_pipeline(figure)
-            return _draw_pipeline(figure, part, about), about
+            return _draw_pipeline(figure, part)
 
 
 # --- Bars and stacks --------------------------------------------------------------------------------------------------
 
 
-def _draw_bars(bars: Bars) -> str:
+def _draw_bars(figure: Bars) -> tuple[str, str]:
     """Bars from zero, one below the other; a line shows the interval, and predicted bars are outlined."""
-    most = max((max(bar.value, bar.high or 0.0) for bar in bars.bars if math.isfinite(bar.value)), default=0.0)
-    whole = max(most, 100.0) if bars.unit.startswith("%") else most or 1.0
-    return f'<div class="bars" role="list">{"".join(_bar(bar, whole, bars.unit) for bar in bars.bars)}</div>'
+    bars, unit = figure.bars, figure.unit
+    most = max((max(bar.value, bar.high or 0.0) for bar in bars if math.isfinite(bar.value)), default=0.0)
+    whole = max(most, 100.0) if unit.startswith("%") else most or 1.0
+    parts = ["No bars."]
+    if known := [bar for bar in bars if bar.value == bar.value]:
+        parts = [f"{len(bars)} bars, {unit}; longest: {max(known, key=lambda bar: bar.value).label}."]
+        parts += ["Lines are 95 % intervals."] * any(bar.low is not None for bar in bars)
+        parts += ["Outlined bars are predicted."] * any(bar.is_predicted for bar in bars)
+    return f'<div class="bars" role="list">{"".join(_bar(bar, whole, unit) for bar in bars)}</div>', " ".join(parts)
 
 
 def _bar(bar: Bar, whole: float, unit: str) -> str:
     tag = '<span class="tag">predicted</span>' if bar.is_predicted else ""
-    drawn = (
-        f'<rect class="{how(bar.is_predicted)} p{bar.colour % COLOURS}" width="{_share(bar.value, whole)}" '
-        'height="20"/>'
-    )
+    colour = f"{how(bar.is_predicted)} p{bar.colour % COLOURS}"
+    drawn = f'<rect class="{colour}" width="{_share(bar.value, whole)}" height="20"/>'
     more = ""
     if spread := interval(bar):
         low, high = _share(bar.low or 0.0, whole), _share(bar.high or 0.0, whole)
@@ -114,34 +117,15 @@ def _row(label: str, drawn: str, value: float, unit: str, more: str) -> str:
     )
 
 
-def _about_bars(bars: Bars) -> str:
-    known = [bar for bar in bars.bars if bar.value == bar.value]
-    if not known:
-        return "No bars."
-    best = max(known, key=lambda bar: bar.value)
-    parts = [f"{len(bars.bars)} bars, {bars.unit}; longest: {best.label}."]
-    parts += ["Lines are 95 % intervals."] * any(bar.low is not None for bar in bars.bars)
-    parts += ["Outlined bars are predicted."] * any(bar.is_predicted for bar in bars.bars)
-    return " ".join(parts)
-
-
 def _draw_stacks(stacks: Stacks) -> str:
     """Bars made of named parts; a line marks the limit."""
     names = part_names(stacks)
     most = max((sum(value for _, value in stack.parts) for stack in stacks.stacks), default=0.0)
-    limits = [stack.limit for stack in stacks.stacks if stack.limit is not None]
-    whole = max([most, *(limit for limit in limits if limit < 4 * most)]) or 1.0
+    whole = max([most, *(one.limit for one in stacks.stacks if one.limit is not None and one.limit < 4 * most)]) or 1.0
     rows = "".join(_stack(stack, names, whole, stacks.unit) for stack in stacks.stacks)
-    return f'{_legend(names) if len(names) > 1 else ""}<div class="bars" role="list">{rows}</div>'
-
-
-def _legend(names: Iterable[str]) -> str:
-    keys = "".join(
-        f'<li><svg width="14" height="14" aria-hidden="true"><rect class="p{number % COLOURS}" width="14" '
-        f'height="14" rx="3"/></svg>{escape(name)}</li>'
-        for number, name in enumerate(names)
-    )
-    return f'<ul class="legend">{keys}</ul>'
+    keys = "".join(f"<li>{swatch(f'p{number % COLOURS}')}{escape(name)}</li>" for number, name in enumerate(names))
+    legend = f'<ul class="legend">{keys}</ul>' if len(names) > 1 else ""
+    return f'{legend}<div class="bars" role="list">{rows}</div>'
 
 
 def _stack(stack: Stack, names: Sequence[str], whole: float, unit: str) -> str:
@@ -176,13 +160,14 @@ def _draw_curves(block: Curves) -> str:
         for number, curve in enumerate(block.curves)
     )
     legend = f'<ul class="legend">{keys}{_mark_keys(block.marks)}</ul>' if len(block.curves) > 1 or block.marks else ""
-    smoothing, tools = _smoothing(block), ""
-    if smoothing is not None:
-        tools += (
-            '<label class="smooth">Smoothing <input type="range" min="0" max="0.95" step="0.05" '
-            f'value="{smoothing:g}"></label>'
-        )
-    if _has_log_axis(block):
+    tools = ""
+    if (
+        most := max((len(curve.points) for curve in block.curves if curve.look is Look.LINE), default=0)
+    ) >= _CAN_SMOOTH:
+        smoothing = f'min="0" max="0.95" step="0.05" value="{_SMOOTHING if most >= _NOISY else 0.0:g}"'
+        tools += f'<label class="smooth">Smoothing <input type="range" {smoothing}></label>'
+    values = [point.y for curve in block.curves for point in curve.points if math.isfinite(point.y)]
+    if values and min(values) > 0 and "%" not in block.y:
         tools += '<button type="button" class="log" aria-pressed="false">Log axis</button>'
     return (
         f'<div class="curves"><div class="controls">{legend}<div class="tools">{tools}</div></div>'
@@ -201,15 +186,14 @@ def _data(values: Any) -> str:
 
 def encode_curves(curves: Curves) -> dict[str, Any]:
     """What the script that draws curves needs; values that are not finite become null."""
-    found = []
+    found: list[dict[str, Any]] = []
     for number, curve in enumerate(curves.curves):
-        columns = {name: [_rounded(getattr(point, name)) for point in curve.points] for name in ("x", "y")}
-        for name in ("low", "high", "mean"):
-            if any(getattr(point, name) is not None for point in curve.points):
-                columns[name] = [_rounded(getattr(point, name)) for point in curve.points]
         colour = number if curve.colour is None else curve.colour
-        about = {"label": printable(curve.label), "look": curve.look, "colour": colour, "shape": _shape(curve)}
-        found.append(about | columns)
+        found.append({"label": printable(curve.label), "look": curve.look, "colour": colour, "shape": _shape(curve)})
+        for name in ("x", "y", "low", "high", "mean"):
+            values = [getattr(point, name) for point in curve.points]
+            if name in "xy" or any(value is not None for value in values):
+                found[-1][name] = list(map(_rounded, values))
     return {
         "x": printable(curves.x),
         "y": printable(curves.y),
@@ -249,18 +233,6 @@ def _mark_keys(marks: Iterable[Mark], without: Sequence[str] = ()) -> str:
     return "".join(f"<li>{swatch(f'k-{kind}')}{kind}</li>" for kind in MARKS if kind in found and kind not in without)
 
 
-def _smoothing(curves: Curves) -> float | None:
-    """How much lines are smoothed at first; None where none has enough points to be smoothed."""
-    most = max((len(curve.points) for curve in curves.curves if curve.look is Look.LINE), default=0)
-    return None if most < _CAN_SMOOTH else _SMOOTHING if most >= _NOISY else 0.0
-
-
-def _has_log_axis(curves: Curves) -> bool:
-    """Whether values can be shown on a logarithmic axis: not shares, and none below or at zero."""
-    values = [point.y for curve in curves.curves for point in curve.points if math.isfinite(point.y)]
-    return bool(values) and min(values) > 0 and "%" not in curves.y
-
-
 def _about_curves(curves: Curves) -> str:
     said, more = curves.curves[:_MOST_SAID], len(curves.curves) - _MOST_SAID
     parts = [f"{curve.label}: {_about_curve(curve)}" for curve in said if curve.points]
@@ -280,7 +252,15 @@ def _about_curve(curve: Curve) -> str:
 # --- Timelines --------------------------------------------------------------------------------------------------------
 
 
-def _draw_pipeline(block: Pipeline, part: str, about: str) -> str:
+def _draw_pipeline(block: Pipeline, part: str) -> tuple[str, str]:
+    shown = len(block.timeline.spans)
+    bars = (
+        f"the last {shown:,} bars of {block.total:,}; the trace has them all"
+        if block.total > shown
+        else f"{shown:,} bars"
+    )
+    about = f"{len(block.ranks)} ranks over {format_seconds(block.timeline.end)}, {bars}."
+    about = f"{upper_first(how(block.is_predicted))}: {about}"
     encoded, kinds = encode(block.timeline), kinds_of(block)
     found = {mark for mark, _, _ in encoded["operations"]}
     words = "".join(
@@ -302,13 +282,4 @@ def _draw_pipeline(block: Pipeline, part: str, about: str) -> str:
         f'<details class="how"><summary>How to read and move it</summary><p class="note">{_HINTS}</p>'
         f'<p class="note">{escape(_CODE)} {escape(about)}</p></details>'
         f"{_data({**encoded, 'ranks': block.ranks, 'marks': marks, 'view': first_view(block)})}</div>"
-    )
-
-
-def _about_pipeline(block: Pipeline) -> str:
-    shown = len(block.timeline.spans)
-    bars = f"{shown:,} bars"
-    if block.total > shown:
-        bars = f"the last {bars} of {block.total:,}; the trace has them all"
-    about = f"{len(block.ranks)} ranks over {format_seconds(block.timeline.end)}, {bars}."
-    return f"{upper_first(how(block.is_predicted))}: {about}"
+    ), about

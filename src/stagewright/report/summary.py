@@ -61,8 +61,7 @@ def busy_sentences(run: Run) -> Iterator[str]:
     if run.is_emulated:
         yield "All ranks ran in one process (--emulate): the speed says nothing about real devices."
         return
-    shares = busy_shares(run)
-    if shares is None:
+    if (shares := busy_shares(run)) is None:
         return
     share = waiting(shares)
     if len(shares) == 1:
@@ -118,7 +117,7 @@ def _faults(run: Run) -> Iterator[str]:
         parts = [f"{count} of stage {stage}" for stage, count in enumerate(skipped) if count]
         yield f"Updates skipped because of overflow: {', '.join(parts)}."
     if run.replaced:
-        yield f"Replaced {_count(run.replaced, 'bad record')}; log.txt and metrics.jsonl name which."
+        yield f"Replaced {run.replaced:,} bad record{'s' * (run.replaced != 1)}; log.txt and metrics.jsonl name which."
     if run.restarts:
         last = run.restarts[-1]
         times = "once" if len(run.restarts) == 1 else f"{len(run.restarts)} times"
@@ -130,17 +129,12 @@ def _machine(run: Run) -> Iterator[str]:
     samples = run.own_usage
     if found := fullest_rank(run):
         rank, size = found
-        if run.is_emulated:
-            yield f"The process with all ranks used at most {size} MiB."
-        else:
-            yield f"{upper_first(run.label(rank))} used the most memory: {size} MiB."
+        most = (
+            "The process with all ranks used at most" if run.is_emulated else f"{run.label(rank)} used the most memory:"
+        )
+        yield f"{upper_first(most)} {size} MiB."
     throttled = {(gpu.index, reason) for sample in samples for gpu in sample.gpus for reason in gpu.throttled}
     if throttled:
-        parts = [f"GPU {index} ({reason})" for index, reason in sorted(throttled)]
-        yield f"Throttled: {', '.join(parts)}."
+        yield f"Throttled: {', '.join(f'GPU {index} ({reason})' for index, reason in sorted(throttled))}."
     if any(gpu.foreign for sample in samples for gpu in sample.gpus):
         yield "Other processes used the same GPUs meanwhile: repeat on an idle machine."
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
