@@ -58,7 +58,7 @@ def _blocks(named: dict[str, Run]) -> Iterator[Block]:
     if bars := tuple(_bars(real, unit, colours)):
         yield Bars("Speed", unit.rate, bars, _NOT_RANKED if len(real) < len(named) else "")
     else:
-        yield Note("Speed", f"{'No step was timed.' if real else _NOT_RANKED}")
+        yield Note("Speed", "No step was timed." if real else _NOT_RANKED)
     yield from losses(named)
     yield from _throughputs(real, unit, colours)
     for name, run in named.items():
@@ -68,12 +68,8 @@ def _blocks(named: dict[str, Run]) -> Iterator[Block]:
             yield Note(title, f"No timeline: {no_timeline(run)}.")
         else:
             yield replace(pipeline, colour=colours[name])
-    peaks = tuple(
-        Bar(name, max(peak.values()) / MIB, colour=colours[name])
-        for name, run in real.items()
-        if (peak := peak_memory(run))
-    )
-    if peaks:
+    held = {name: max(peak.values()) / MIB for name, run in real.items() if (peak := peak_memory(run))}
+    if peaks := tuple(Bar(name, size, colour=colours[name]) for name, size in held.items()):
         yield Bars("Memory", "MiB", peaks, "Measured peak of the rank that used most.")
     yield _configurations(named)
 
@@ -95,12 +91,9 @@ def _sentences(named: dict[str, Run], real: dict[str, Run]) -> Iterator[str]:
     unit = _common_unit(real)
     speeds = {name: unit.of(speed) for name, run in real.items() if (speed := run.images_per_second)}
     if len(speeds) > 1:
-        ordered = sorted(speeds, key=lambda name: -speeds[name])
-        best = ordered[0]
-        others = [
-            f"{speeds[best] / speeds[name]:.2f} times {name} ({format_rate(speeds[name])})" for name in ordered[1:]
-        ]
-        yield f"{best} is the fastest: {format_rate(speeds[best])} {unit.rate}, {', '.join(others)}."
+        (best, most), *rest = sorted(speeds.items(), key=lambda entry: -entry[1])
+        others = ", ".join(f"{most / speed:.2f} times {name} ({format_rate(speed)})" for name, speed in rest)
+        yield f"{best} is the fastest: {format_rate(most)} {unit.rate}, {others}."
     if emulated := [name for name in named if name not in real]:
         yield f"Emulated: {', '.join(emulated)}. {_NOT_RANKED}"
     yield from _best(named)
@@ -148,10 +141,11 @@ def _overview(named: dict[str, Run], unit: ThroughputUnit) -> Table:
     for name, run in named.items():
         speed, last = run.images_per_second, run.evaluations[-1] if run.evaluations else None
         shares = None if run.is_emulated else busy_shares(run)
+        unsteady = " (not steady)" if run.steady_steps == 0 else ""
         rows.append(
             (
                 name,
-                f"{format_rate(unit.of(speed))}{_unsteady(run)}" if speed and not run.is_emulated else NONE,
+                f"{format_rate(unit.of(speed))}{unsteady}" if speed and not run.is_emulated else NONE,
                 *(format_metric(name, last.metrics[name]) if last and name in last.metrics else NONE for name in names),
                 f"{last.loss:.4g}" if last else NONE,
                 measured_on(run) if last else NONE,
@@ -165,10 +159,6 @@ def _overview(named: dict[str, Run], unit: ThroughputUnit) -> Table:
     learnt = (*map(metric_label, names), "evaluation loss", "measured on", "training loss")
     columns = ("run", unit.rate, *learnt, "steps", "time", "waiting", "folder")
     return Table("Overview", columns, tuple(rows), colours=tuple(range(len(rows))))
-
-
-def _unsteady(run: Run) -> str:
-    return " (not steady)" if run.steady_steps == 0 else ""
 
 
 def _configurations(named: dict[str, Run]) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from stagewright.metrics import MIB, ThroughputUnit, batch_seconds, format_metric, format_rate, metric_label
+from stagewright.metrics import LOSS, MIB, ThroughputUnit, batch_seconds, format_metric, format_rate, metric_label
 from stagewright.report.page import Mark, Point, Tile, Tiles
 from stagewright.report.read import Run
 from stagewright.report.timeline import busy_shares
@@ -83,8 +83,7 @@ def no_timeline(run: Run) -> str:
 
 def no_memory(run: Run) -> str:
     """Why a run has no measured memory."""
-    every = run.section("run").get("monitor_every")
-    if every == 0:
+    if run.section("run").get("monitor_every") == 0:
         return "nothing was sampled (--monitor-every 0)"
     return "the monitor has no sample of these ranks: the run was shorter than --monitor-every"
 
@@ -113,14 +112,9 @@ def _score_tile(run: Run) -> Tile:
         why = "no evaluation yet" if run.summary is None else "no evaluation in this run"
         return Tile("Evaluation", NONE, "", why)
     last, metric = run.evaluations[-1], run.metric
-    label, value = (
-        ("Loss", f"{last.loss:.4g}") if metric is None else (upper_first(metric_label(metric)), _score(run, metric))
-    )
+    value = f"{last.loss:.4g}" if metric is None else format_metric(metric, last.metrics[metric])
+    label = upper_first(metric_label(metric or LOSS))
     return Tile(label, value, "", f"on {measured_on(run)}, after step {last.batch:,}")
-
-
-def _score(run: Run, metric: str) -> str:
-    return format_metric(metric, run.evaluations[-1].metrics[metric])
 
 
 def measured_on(run: Run) -> str:
@@ -137,8 +131,7 @@ def _time_tile(run: Run) -> Tile:
 
 
 def _memory_tile(run: Run) -> Tile:
-    found = fullest_rank(run)
-    if found is None:
+    if (found := fullest_rank(run)) is None:
         return Tile("Memory", NONE, "", no_memory(run))
     rank, size = found
     return Tile("Memory", size, "MiB", f"peak of {run.label(rank)}, {memory_kind(run)}")
@@ -156,10 +149,16 @@ def busiest_rank(run: Run, shares: Sequence[float]) -> str:
     return run.rank_map.labels[shares.index(max(shares))]
 
 
+def training_seconds(run: Run) -> dict[int, float]:
+    """The seconds of each batch that no pause delayed."""
+    delayed = run.interrupted
+    return {batch: took for batch, took in batch_seconds(run.steps).items() if batch not in delayed}
+
+
 def throughput(run: Run, unit: ThroughputUnit) -> tuple[Point, ...]:
     """Throughput over groups of consecutive steps; steps that a pause delayed are left out."""
-    took, delayed = batch_seconds(run.steps), run.interrupted
-    steps = [step for step in run.steps if step.batch in took and step.batch not in delayed]
+    took = training_seconds(run)
+    steps = [step for step in run.steps if step.batch in took]
     size = max(1, -(-len(steps) // _MOST_POINTS))
     groups = [steps[first : first + size] for first in range(0, len(steps), size)]
     return tuple(

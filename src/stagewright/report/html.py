@@ -107,9 +107,8 @@ def _are_narrow(block: Block, following: Block) -> bool:
 def _section(block: Block, number: int, is_half: bool) -> str:
     part = f"part-{number}"
     if isinstance(block, Tiles | Summary):
-        name = "Figures" if isinstance(block, Tiles) else "Summary"
-        body = _body(block, part)
-        return f'<section id="{part}" class="{type(block).__name__.lower()}" aria-label="{name}">{body}</section>'
+        name, kind = ("Figures", "tiles") if isinstance(block, Tiles) else ("Summary", "summary")
+        return f'<section id="{part}" class="{kind}" aria-label="{name}">{_body(block, part)}</section>'
     colour = block.colour if isinstance(block, Pipeline) else None
     spot = "" if colour is None else swatch(f"p{colour % COLOURS}")
     title = f'<h2 id="{part}-title">{spot}{escape(block.title)}</h2>'
@@ -128,8 +127,7 @@ def _body(block: Block, part: str) -> str:
         case Note():
             return f'<p class="empty">{escape(block.text)}</p>'
         case Listing():
-            text = "\n".join(map(escape, block.text.rstrip().split("\n")))
-            copy = _copy(f"{part}-text")
+            text, copy = "\n".join(map(escape, block.text.rstrip().split("\n"))), _copy(f"{part}-text")
             return f'<div class="listing">{copy}<pre id="{part}-text" tabindex="0">{text}</pre></div>'
         case figure:
             return _figure(figure, part)

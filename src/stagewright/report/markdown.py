@@ -20,29 +20,26 @@ def as_markdown(page: Page) -> str:
 
 
 def _block(block: Block) -> str:
-    if isinstance(block, Summary):
-        return "\n".join(f"- {_plain(line)}" for line in block.lines)
-    if isinstance(block, Tiles):
-        rows = tuple((tile.label, f"{tile.value} {tile.unit}".rstrip(), tile.detail) for tile in block.tiles)
-        return _table(Table("Figures", ("figure", "value", "about it"), rows))
-    if isinstance(block, Note):
-        return f"## {_plain(block.title)}\n\n{_plain(block.text)}"
-    if isinstance(block, Listing):
-        fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", block.text)), default=0))
-        return f"## {_plain(block.title)}\n\n{fence}text\n{printable_lines(block.text.rstrip())}\n{fence}"
-    if isinstance(block, Table):
-        return _table(block)
-    if isinstance(block, Curves):
-        return _table(_with_note(table_of(thinned(block, _MOST_POINTS)), block.note))
-    if isinstance(block, Pipeline):
-        how = "Predicted" if block.is_predicted else "Measured"
-        about = f"{how} over {format_seconds(block.timeline.end)}; the HTML page beside this file draws it."
-        return f"{_table(table_of(block))}\n\n{about}"
-    return _table(_with_note(table_of(block), block.note))
-
-
-def _with_note(table: Table, note: str) -> Table:
-    return replace(table, note=" ".join(filter(None, (note, table.note))))
+    match block:
+        case Summary():
+            return "\n".join(f"- {_plain(line)}" for line in block.lines)
+        case Tiles():
+            rows = tuple((tile.label, f"{tile.value} {tile.unit}".rstrip(), tile.detail) for tile in block.tiles)
+            return _table(Table("Figures", ("figure", "value", "about it"), rows))
+        case Note():
+            return f"## {_plain(block.title)}\n\n{_plain(block.text)}"
+        case Listing():
+            fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", block.text)), default=0))
+            return f"## {_plain(block.title)}\n\n{fence}text\n{printable_lines(block.text.rstrip())}\n{fence}"
+        case Table():
+            return _table(block)
+        case Pipeline():
+            how = "Predicted" if block.is_predicted else "Measured"
+            about = f"{how} over {format_seconds(block.timeline.end)}; the HTML page beside this file draws it."
+            return f"{_table(table_of(block))}\n\n{about}"
+        case figure:
+            table = table_of(thinned(figure, _MOST_POINTS) if isinstance(figure, Curves) else figure)
+            return _table(replace(table, note=" ".join(filter(None, (figure.note, table.note)))))
 
 
 def _table(table: Table) -> str:

@@ -17,14 +17,16 @@ def table_of(figure: Figure) -> Table:
     """The numbers behind a figure."""
     match figure:
         case Bars():
-            columns: tuple[str, ...] = ("", figure.unit, "95 % interval", "how", "note")
-            rows = [
-                (bar.label, format_number(bar.value), interval(bar), how(bar.is_predicted), bar.note)
-                for bar in figure.bars
-            ]
-            return _used_columns(figure.title, columns, rows)
+            bars = [(b.label, format_number(b.value), interval(b), how(b.is_predicted), b.note) for b in figure.bars]
+            return _used_columns(figure.title, ("", figure.unit, "95 % interval", "how", "note"), bars)
         case Stacks():
-            return _of_stacks(figure)
+            names, rows = part_names(figure), []
+            for stack in figure.stacks:
+                parts = dict(stack.parts)
+                own = (format_number(parts[name]) if name in parts else "" for name in names)
+                limit = "" if stack.limit is None else format_number(stack.limit)
+                rows.append((stack.label, *own, format_number(sum(parts.values())), limit))
+            return _used_columns(figure.title, ("", *names, f"total {figure.unit}", "limit"), rows)
         case Curves():
             points = [(curve.label, point) for curve in figure.curves for point in curve.points]
             cells = [(label, format_number(one.x), format_number(one.y), interval(one)) for label, one in points]
@@ -53,17 +55,6 @@ def _used_columns(title: str, columns: Sequence[str], rows: Sequence[Sequence[st
     """A table without the optional columns that no row uses."""
     used = [at for at, name in enumerate(columns) if name not in _OPTIONAL or any(row[at] for row in rows)]
     return Table(title, tuple(columns[at] for at in used), tuple(tuple(row[at] for at in used) for row in rows))
-
-
-def _of_stacks(stacks: Stacks) -> Table:
-    names = part_names(stacks)
-    rows = []
-    for stack in stacks.stacks:
-        parts = dict(stack.parts)
-        own = (format_number(parts[name]) if name in parts else "" for name in names)
-        limit = "" if stack.limit is None else format_number(stack.limit)
-        rows.append((stack.label, *own, format_number(sum(parts.values())), limit))
-    return _used_columns(stacks.title, ("", *names, f"total {stacks.unit}", "limit"), rows)
 
 
 def _of_pipeline(pipeline: Pipeline) -> Table:

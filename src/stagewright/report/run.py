@@ -77,19 +77,16 @@ def losses(runs: dict[str, Run]) -> Iterator[Block]:
     found = [
         (plot, name, replace(curve, colour=number if name else None))
         for number, (name, run) in enumerate(runs.items())
-        for plot, curve in (*_losses(run), *_metrics(run))
+        for plot, curve in _learning(run)
         if curve.points
     ]
     plots = list(dict.fromkeys(plot for plot, _, _ in found if plot.is_metric))[:_MOST_PLOTS]
     for plot in (_LOSS, *plots, _SCALE):
         own = [(name, curve) for of, name, curve in found if of == plot]
-        shapes = list(dict.fromkeys(curve.label for _, curve in own if curve.look is Look.POINTS))
+        labels = dict.fromkeys(curve.label for _, curve in own if curve.look is Look.POINTS)
+        shapes = {label: number for number, label in enumerate(labels)}
         drawn = tuple(
-            replace(
-                curve,
-                label=f"{name}: {curve.label}" if name else curve.label,
-                shape=shapes.index(curve.label) if curve.label in shapes else 0,
-            )
+            replace(curve, label=": ".join(filter(None, (name, curve.label))), shape=shapes.get(curve.label, 0))
             for name, curve in own
         )
         if drawn:
@@ -107,25 +104,23 @@ _LOSS, _SCALE = _Plot("Loss", "loss", False), _Plot("Loss scale", "scale of the 
 _ACCURACY = _Plot("Accuracy", "%")
 
 
-def _losses(run: Run) -> Iterator[tuple[_Plot, Curve]]:
-    """The losses of a run over its steps, each with its plot."""
+def _learning(run: Run) -> Iterator[tuple[_Plot, Curve]]:
+    """The losses of a run over its steps, and its metrics where there are two evaluations, each with its plot."""
     yield _LOSS, Curve("training", tuple(Point(step.batch + 1, step.loss) for step in run.steps))
     scored = tuple(Point(found.batch, found.loss) for found in run.evaluations)
     yield _LOSS, Curve(f"evaluation on {run.evaluated_on}", scored, Look.POINTS)
     scales = tuple(Point(step.batch + 1, step.loss_scale) for step in run.steps if step.loss_scale)
     yield _SCALE, Curve("loss scale", scales)
-
-
-def _metrics(run: Run) -> Iterator[tuple[_Plot, Curve]]:
-    """The same of its metrics, where there are two evaluations."""
     names = dict.fromkeys(name for found in run.evaluations for name in headline_metrics(found.metrics))
     for name in names if len(run.evaluations) > 1 else ():
-        known = [(found.batch, found.metrics[name]) for found in run.evaluations if name in found.metrics]
-        label = metric_label(name)
-        is_share = is_percentage(name)
+        label, is_share = metric_label(name), is_percentage(name)
         plot = _ACCURACY if is_share and name != "iou" else _Plot(upper_first(label), "%" if is_share else label)
-        points = tuple(Point(batch, 100 * value if is_share else value) for batch, value in known)
-        yield plot, Curve(f"{label} on {run.evaluated_on}", points, Look.POINTS)
+        points = (
+            Point(found.batch, (100 if is_share else 1) * found.metrics[name])
+            for found in run.evaluations
+            if name in found.metrics
+        )
+        yield plot, Curve(f"{label} on {run.evaluated_on}", tuple(points), Look.POINTS)
 
 
 def _by_class(run: Run) -> Iterator[Table]:

@@ -9,9 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from stagewright.events import GpuUsage, Usage
-from stagewright.metrics import GIB, MIB, batch_seconds
+from stagewright.metrics import GIB, MIB
 from stagewright.report.columns import Column, page_table
-from stagewright.report.figures import memory_kind, no_memory, peak_memory
+from stagewright.report.figures import memory_kind, no_memory, peak_memory, training_seconds
 from stagewright.report.page import Block, Curve, Curves, Listing, Note, Point, Stack, Stacks, Table
 from stagewright.report.read import Run
 from stagewright.report.words import format_number, format_seconds
@@ -60,12 +60,13 @@ def configuration(run: Run) -> Table:
 
 def _proven(run: Run) -> str:
     """What was proven of the cut before the first step."""
-    proof = run.proof
-    if proof is None:
-        return "not proven"
     return (
-        f"proven against the whole model in {proof['seconds']:.1f} s: {proof['samples']} samples in "
-        f"{proof['precision']}, largest difference {proof['difference']:.1e} (cut by {proof['way']})"
+        "not proven"
+        if run.proof is None
+        else (
+            "proven against the whole model in {seconds:.1f} s: {samples} samples in {precision}, largest difference "
+            "{difference:.1e} (cut by {way})"
+        ).format(**run.proof)
     )
 
 
@@ -114,17 +115,15 @@ def memory(run: Run) -> Iterator[Block]:
 
 def epochs(run: Run) -> Table | None:
     """How long each epoch took, without steps that a pause delayed."""
-    delayed = run.interrupted
-    took = {batch: time for batch, time in batch_seconds(run.steps).items() if batch not in delayed}
+    took = training_seconds(run)
     grouped: dict[int, list[Any]] = {}
     for step in run.steps:
         grouped.setdefault(step.epoch, []).append(step)
     rows = []
     for epoch, steps in sorted(grouped.items()):
         timed = [took[step.batch] for step in steps if step.batch in took]
-        spent = sum(timed)
+        spent, mean = sum(timed), sum(step.loss for step in steps) / len(steps)
         rate = run.unit.of(len(timed) * run.batch) / spent if spent else 0.0
-        mean = sum(step.loss for step in steps) / len(steps)
         rows.append((str(epoch + 1), str(len(steps)), format_seconds(spent), format_number(rate), f"{mean:.4g}"))
     left_out = max(0, len(rows) - _MOST_EPOCHS)
     note = f"The first {left_out:,} epochs are left out; metrics.jsonl has their steps." if left_out else ""
@@ -134,19 +133,16 @@ def epochs(run: Run) -> Table | None:
 
 def environment(run: Run) -> Iterator[Block]:
     """The machine and its software, the connections of its GPUs, and the command."""
-    rows = tuple(
-        _flat("", {name: value for name, value in run.environment.items() if name not in ("command", "topology")})
-    )
-    if rows:
+    known = dict(run.environment)
+    matrix, command = known.pop("topology", None), known.pop("command", None)
+    if rows := tuple(_flat("", known)):
         yield Table("Machine", ("what", "value"), rows)
-    matrix = run.environment.get("topology")
     if isinstance(matrix, list) and matrix and all(isinstance(row, list) for row in matrix):
         names = [f"GPU{index}" for index in range(len(matrix))]
         cells = tuple((name, *map(str, row)) for name, row in zip(names, matrix, strict=True))
         yield Table("Topology", ("", *names), cells)
     elif isinstance(matrix, str) and matrix:
         yield Listing("Topology", matrix)
-    command = run.environment.get("command")
     if isinstance(command, list) and command:
         program, *rest = map(str, command)
         # the script, `python -m stagewright`, or `python -m stagewright.cli` in runs written before

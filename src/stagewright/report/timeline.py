@@ -12,8 +12,7 @@ import base64
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 from stagewright.metrics import Span, Timeline
@@ -125,9 +124,8 @@ def pauses(run: Run) -> tuple[Mark, ...]:
         return ()
     numbers = [number for number, _, _ in numbered]
     ended = list(accumulate((end for _, _, end in numbered), max))  # when all up to this one had ended
-    begun = list(accumulate((start for _, start, _ in reversed(numbered)), min))[
-        ::-1
-    ]  # when the first from it on began
+    begun = list(accumulate((start for _, start, _ in reversed(numbered)), min))  # when the first from it on began
+    begun.reverse()
     scored = [span for span in run.timeline.spans if is_evaluation(span)] if run.timeline else []
     evaluated, saved = {record.batch for record in run.evaluations}, {record.batch for record in run.saved}
     found = []
@@ -166,12 +164,13 @@ def busy_over_time(pipeline: Pipeline) -> Curves | None:
     end = timeline.end
     if not end:
         return None
-    edges = [end * number / _WINDOWS for number in range(_WINDOWS + 1)]
-    shares = [[0.0] * _WINDOWS for _ in labels]
+    width, shares = end / _WINDOWS, [[0.0] * _WINDOWS for _ in labels]
     for span in timeline.spans:
         if span.lane == "compute" and span.rank < len(labels):
-            _spread(shares[span.rank], span, end)
-    middles = [(left + right) / 2 for left, right in pairwise(edges)]
+            for window in range(max(0, int(span.start / width)), min(_WINDOWS, int(span.end / width) + 1)):
+                covered = min(span.end, (window + 1) * width) - max(span.start, window * width)
+                shares[span.rank][window] += max(0.0, covered) / width
+    middles = [(end * window / _WINDOWS + end * (window + 1) / _WINDOWS) / 2 for window in range(_WINDOWS)]
     if len(labels) > _MOST_CURVES:
         shares = [[sum(column) / len(labels) for column in zip(*shares, strict=True)]]
         labels = (f"mean of {len(labels)} ranks",)
@@ -180,14 +179,6 @@ def busy_over_time(pipeline: Pipeline) -> Curves | None:
         for label, row in zip(labels, shares, strict=True)
     )
     return Curves("Computing", "seconds of the timeline", "% of the time", curves, marks=pipeline.marks)
-
-
-def _spread(row: list[float], span: Span, end: float) -> None:
-    """Add a span to the windows that it covers."""
-    width = end / _WINDOWS
-    for window in range(max(0, int(span.start / width)), min(_WINDOWS, int(span.end / width) + 1)):
-        covered = min(span.end, (window + 1) * width) - max(span.start, window * width)
-        row[window] += max(0.0, covered) / width
 
 
 def start_of_last(timeline: Timeline, most: int) -> float:
@@ -202,33 +193,24 @@ def first_view(pipeline: Pipeline) -> tuple[float, float]:
     It is the middle of the longest stretch without a pause, so neither start-up nor the end.
     """
     by_rank: dict[int, list[Span]] = {}
-    for span in pipeline.timeline.spans:
+    for span in sorted(pipeline.timeline.spans, key=lambda span: span.start):
         if span.lane == "compute" and not is_evaluation(span):
             by_rank.setdefault(span.rank, []).append(span)
-    lengths = {rank: len(spans) for rank, spans in by_rank.items()}
-    busiest = max(lengths, key=lambda rank: lengths[rank], default=0)
-    fullest = sorted(by_rank.get(busiest, []), key=lambda span: span.start)
-    end = pipeline.timeline.end
+    fullest, end = max(by_rank.values(), key=len, default=[]), pipeline.timeline.end
     if pipeline.is_shown_whole or len(fullest) <= _FEW_BARS:
         return 0.0, end
-    start, stop = max(_between(pipeline.marks, end), key=lambda stretch: stretch[1] - stretch[0])
+    marks = sorted(pipeline.marks, key=lambda mark: mark.start)
+    steady = zip(accumulate((m.end for m in marks), max, initial=0.0), [*(m.start for m in marks), end], strict=True)
+    start, stop = max(steady, key=lambda stretch: stretch[1] - stretch[0])
     own = [span for span in fullest if start <= span.start and span.end <= stop] or fullest
     first = max(0, (len(own) - _FIRST_BARS) // 2)
     shown = own[first : first + _FIRST_BARS]
     return shown[0].start, max(span.end for span in shown)
 
 
-def _between(marks: tuple[Mark, ...], end: float) -> Iterator[tuple[float, float]]:
-    at = 0.0
-    for mark in sorted(marks, key=lambda mark: mark.start):
-        yield at, mark.start
-        at = max(at, mark.end)
-    yield at, end
-
-
 def encode(timeline: Timeline) -> dict[str, Any]:
     """What the page's script needs, besides the labels of ranks."""
-    tick = _tick(timeline.end)
+    tick = 10.0 ** math.ceil(math.log10(timeline.end / 1e9)) if timeline.end > 0 else 1.0  # at most a billion of them
     by_lane: dict[tuple[int, str], list[Span]] = {}
     for span in sorted(timeline.spans, key=lambda span: span.start):
         by_lane.setdefault((span.rank, span.lane if span.lane in _LANES else "transfer"), []).append(span)
@@ -254,11 +236,6 @@ def encode(timeline: Timeline) -> dict[str, Any]:
         "lanes": lanes,
         "bars": base64.b64encode(_varints(numbers)).decode(),
     }
-
-
-def _tick(end: float) -> float:
-    """A power of ten, of which the whole timeline is at most a billion."""
-    return float(10.0 ** math.ceil(math.log10(end / 1e9))) if end > 0 else 1.0
 
 
 def _parse(span: Span, operations: dict[tuple[str, str], int], names: dict[str, int]) -> tuple[int, int, int, int, int]:

@@ -32,7 +32,6 @@ from stagewright.report.words import ago, format_bytes
 
 STATES = ("running", "finished", "failed", "stopped")
 _TAIL = 2**17  # bytes of the metrics of a run without a summary
-_DAY = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +108,8 @@ def read_figures(folder: Path) -> dict[str, Any]:
 def _so_far(folder: Path) -> tuple[Any, float | None]:
     """The last metrics and the speed of a run without a summary, by the end of its records."""
     records = [record for _, record in read_records(_last_lines(folder / "metrics.jsonl"))]
-    evaluated = [record for record in records if isinstance(record, Evaluated)]
     steps = [record for record in records if isinstance(record, Step)]
+    evaluated = [record for record in records if isinstance(record, Evaluated)]
     batch = (read_object(folder / "plan.json") or {}).get("batch")
     speed = steady_rate(steps, batch, {record.batch for record in evaluated}) if isinstance(batch, int) else None
     return evaluated[-1].metrics if evaluated else None, speed.rate if speed else None

@@ -13,6 +13,8 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
+from statistics import fmean
 from typing import IO, Any
 
 from rich.console import Console
@@ -111,16 +113,10 @@ def has_blocks(console: Console) -> bool:
 
 def draw_timeline(timeline: Timeline, ranks: int, width: int, dot: str = "·") -> list[Text]:
     """One line per rank, time to the right; compute shows its microbatch where that fits, dots are waiting."""
-    end = timeline.end
-    margin = len(f"rank {ranks - 1} ")
-    columns = max(8, width - margin - 1)
-    scale = _scale(timeline, end, columns)
-    rows = []
-    for rank in range(ranks):
-        row = Text(f"rank {rank}".ljust(margin))
-        row.append_text(_row([s for s in timeline.spans if s.rank == rank and s.lane == "compute"], end, scale, dot))
-        rows.append(row)
-    return rows
+    end, margin = timeline.end, len(f"rank {ranks - 1} ")
+    scale = _scale(timeline, end, max(8, width - margin - 1))
+    computed = [[s for s in timeline.spans if s.rank == rank and s.lane == "compute"] for rank in range(ranks)]
+    return [Text(f"rank {rank}".ljust(margin)) + _row(spans, end, scale, dot) for rank, spans in enumerate(computed)]
 
 
 def _scale(timeline: Timeline, end: float, columns: int) -> float:
@@ -157,21 +153,18 @@ def plot(values: Sequence[float], width: int, height: int = 6) -> list[str]:
     if not known or width < 16:
         return []
     low, high = min(known), max(known)
-    labels = [f"{high:.4g}", f"{low:.4g}"]
-    margin = max(map(len, labels)) + 1
+    labels = {height - 1: f"{high:.4g}", 0: f"{low:.4g}"}
+    margin = max(map(len, labels.values())) + 1
     columns = min(len(known), width - margin)
-    means = []
-    for number in range(columns):
-        share = known[len(known) * number // columns : len(known) * (number + 1) // columns]
-        means.append(sum(share) / len(share))
+    ends = [len(known) * number // columns for number in range(columns + 1)]
+    means = [fmean(known[first:last]) for first, last in pairwise(ends)]
     levels = [round((mean - low) / ((high - low) or 1.0) * (8 * height - 1)) + 1 for mean in means]
-    rows = []
-    for row in reversed(range(height)):
-        label = labels[0] if row == height - 1 else labels[1] if row == 0 else ""
-        rows.append(
-            label.rjust(margin - 1) + " " + "".join(_EIGHTHS[min(8, max(0, level - 8 * row))] for level in levels)
-        )
-    return rows
+    return [
+        labels.get(row, "").rjust(margin - 1)
+        + " "
+        + "".join(_EIGHTHS[min(8, max(0, level - 8 * row))] for level in levels)
+        for row in reversed(range(height))
+    ]
 
 
 class PipeSafeConsole(Console):
@@ -219,13 +212,13 @@ class RunConsole:
 
         Until its first line a terminal shows that ranks start; anywhere else `starting` is told.
         """
-        self.voice, self._ranks = voice_of(console, starting), ranks
-        self._unit = unit
+        self.voice, self._console, self._starting = (
+            voice_of(console, starting),
+            console,
+            f"starting {counted(ranks, 'rank')}",
+        )
         self._evaluated_on = evaluated_on  # training data, validation data
-        self._console = console
-        self._batches = batches
-        self._batch_size = batch_size
-        self._log_every = log_every
+        self._batches, self._batch_size, self._unit, self._log_every = batches, batch_size, unit, log_every
         self._progress = ProgressBar(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -235,14 +228,14 @@ class RunConsole:
             disable=not console.is_terminal or batches is None,
             transient=True,
         )
-        self._task = self._progress.add_task(f"starting {counted(ranks, 'rank')}", total=batches)
+        self._task = self._progress.add_task(self._starting, total=batches)
         self._since: list[Step] = []  # the last line, and the step of that line
         self._interrupted = {0}  # batches right after a pause, whose times are not training time
 
     def __enter__(self) -> RunConsole:
         self._progress.start()
         if not self._console.is_terminal:
-            self.voice.progress(f"starting {counted(self._ranks, 'rank')}")
+            self.voice.progress(self._starting)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -261,9 +254,12 @@ class RunConsole:
             case Replaced():
                 self.voice.warn(f"bad record replaced by the next: {record.reason}")
             case Saved():
-                paused = f"training paused for {record.seconds * 1e3:.0f} ms{_reason_for(record)}"
+                best = f", the best so far ({record.best.words()})" if record.best is not None else ""
+                paused = f"training paused for {record.seconds * 1e3:.0f} ms"
+                if record.waited >= max(_LONG_PAUSE, record.seconds / 2):
+                    paused += ", most of it for earlier ones to reach the disk; raise --checkpoint-every"
                 size = f"{record.bytes / MIB:.1f} MiB"
-                self.voice.note(f"checkpoint after step {record.batch}{_as_best(record)}: {size}, {paused}")
+                self.voice.note(f"checkpoint after step {record.batch}{best}: {size}, {paused}")
             case Evaluated():
                 values = "  ".join((f"loss {record.loss:.4f}", *metric_words(record.metrics, 2)))
                 on = f"({record.samples} samples of the {self._evaluated_on})"
@@ -280,18 +276,6 @@ class RunConsole:
             number = f"{done:>{len(str(self._batches))}}/{self._batches}"
             self.voice.note(f"epoch {step.epoch + 1}  step {number}  loss {step.loss:.4f}  lr {step.lr:.4g}{rate}")
             self._since = [step]
-
-
-def _as_best(saved: Saved) -> str:
-    """Of the best checkpoint so far, by what."""
-    return f", the best so far ({saved.best.words()})" if saved.best is not None else ""
-
-
-def _reason_for(saved: Saved) -> str:
-    """Why a checkpoint held up training, where it was the checkpoints before it."""
-    if saved.waited < max(_LONG_PAUSE, saved.seconds / 2):
-        return ""
-    return ", most of it for earlier ones to reach the disk; raise --checkpoint-every"
 
 
 def draw_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> Table:

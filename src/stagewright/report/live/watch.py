@@ -125,27 +125,27 @@ class Watch:
     def __init__(self, folder: Path, rank_map: RankMap) -> None:
         self._folder, self._rank_map = folder, rank_map
         self._records, self._monitor = Tail(folder / "metrics.jsonl"), Tail(folder / "monitor.jsonl")
+        self._usage: Usage | None = None
+        self._begin()
+
+    def _begin(self) -> None:
         self._steps: list[Step] = []
-        self._interrupted: frozenset[int] = frozenset()
+        self._interrupted: set[int] = set()
         self._evaluation: Evaluated | None = None
         self._restarts = 0
-        self._usage: Usage | None = None
 
     def snapshot(self, is_running: bool, actions: Sequence[str] = (), doing: str = "") -> Snapshot:
         """Read what is new, and return the state of the run."""
         starts_over, lines = self._records.read()
         if starts_over:
-            self._steps, self._interrupted, self._evaluation, self._restarts = [], frozenset(), None, 0
+            self._begin()
         for _, record in read_records(lines):
-            match record:
-                case Step():
-                    self._steps.append(record)
-                case Evaluated():
-                    self._evaluation = record
-                case Restarted():
-                    self._restarts += 1
-            if isinstance(record, Evaluated | Restarted | Resumed):
-                self._interrupted |= {record.batch}
+            if isinstance(record, Step):
+                self._steps.append(record)
+            elif isinstance(record, Evaluated | Restarted | Resumed):
+                self._interrupted.add(record.batch)
+                self._evaluation = record if isinstance(record, Evaluated) else self._evaluation
+                self._restarts += isinstance(record, Restarted)
         samples = read_usage(reversed(self._monitor.read()[1]))
         # The last sample of a run is taken when its ranks have ended.
         self._usage = next((sample for sample in samples if sample.ranks), self._usage)
@@ -155,7 +155,7 @@ class Watch:
             is_running,
             read_object(self._folder / "summary.json"),
             self._steps,
-            self._interrupted,
+            frozenset(self._interrupted),
             self._evaluation,
             self._restarts,
             self._usage,
@@ -171,11 +171,9 @@ def as_line(snapshot: Snapshot) -> str:
     if snapshot.evaluation:
         after = f"after step {snapshot.evaluation.batch}"
         parts.append(f"{_score(snapshot.evaluation, 2)} on {snapshot.run.evaluated_on} {after}")
-    if snapshot.usage:
-        parts.append(f"{snapshot.usage.cores:.1f} cores, {_mib(snapshot.usage.memory)} MiB")
-        parts += [
-            f"GPU {gpu.index} {gpu.utilisation:.0%}" for gpu in snapshot.usage.gpus if gpu.utilisation is not None
-        ]
+    if usage := snapshot.usage:
+        parts.append(f"{usage.cores:.1f} cores, {_mib(usage.memory)} MiB")
+        parts += [f"GPU {gpu.index} {gpu.utilisation:.0%}" for gpu in usage.gpus if gpu.utilisation is not None]
     if snapshot.restarts:
         parts.append(counted(snapshot.restarts, "restart"))
     return "  ".join(parts)
@@ -197,25 +195,17 @@ def _score(evaluation: Evaluated, digits: int) -> str:
     return "  ".join(map(printable, words)) or f"evaluation loss {evaluation.loss:.4f}"
 
 
-def _title(snapshot: Snapshot) -> str:
-    return f"{snapshot.label} ({snapshot.run.name})" if snapshot.label else snapshot.run.name
-
-
 def as_screen(snapshot: Snapshot, width: int) -> RenderableType:
     """A snapshot as a screen of a terminal."""
-    parts: list[RenderableType] = [
-        Text(
-            printable(f"{_title(snapshot)}: {snapshot.doing or snapshot.state}"),
-            style="bold",
-            overflow="ellipsis",
-            no_wrap=True,
-        )
-    ]
-    if snapshot.run.batches:
-        parts.append(_progress(snapshot.done / snapshot.run.batches, width - 1))
+    run = snapshot.run
+    name = f"{snapshot.label} ({run.name})" if snapshot.label else run.name
+    title = printable(f"{name}: {snapshot.doing or snapshot.state}")
+    parts: list[RenderableType] = [Text(title, style="bold", overflow="ellipsis", no_wrap=True)]
+    if run.batches:
+        done = round((width - 1) * min(1.0, snapshot.done / run.batches))
+        parts.append(Text.assemble(("━" * done, "green"), ("─" * (width - 1 - done), "dim")))
     parts += [Text(line) for line in _wrapped(_headline(snapshot), width)]
-    rows = plot([step.loss for step in snapshot.steps], width - 1)
-    if rows:
+    if rows := plot([step.loss for step in snapshot.steps], width - 1):
         parts += [Text("loss", style="dim"), *(Text(row, style="cyan", no_wrap=True) for row in rows)]
     ranks = _ranks(snapshot)
     if not (snapshot.usage and snapshot.usage.gpus):
@@ -226,11 +216,6 @@ def as_screen(snapshot: Snapshot, width: int) -> RenderableType:
     both = Table.grid(padding=(0, 4))
     both.add_row(ranks, gpus)
     return Group(*parts, both)
-
-
-def _progress(share: float, width: int) -> Text:
-    done = round(width * min(1.0, share))
-    return Text.assemble(("━" * done, "green"), ("─" * (width - done), "dim"))
 
 
 def _headline(snapshot: Snapshot) -> Iterator[str]:
@@ -268,9 +253,9 @@ def _ranks(snapshot: Snapshot) -> Table:
     columns: tuple[Column[int], ...] = (
         Column("rank", lambda rank: labels[rank], is_text=True),
         Column("now", doing.get, is_text=True),
-        Column("cores", lambda rank: used[rank].cores if rank in used else None, "{:.2f}"),
-        Column("MiB", lambda rank: used[rank].memory if rank in used else None, _mib),
-        Column("torch MiB", lambda rank: used[rank].torch_memory if rank in used else None, _mib),
+        Column("cores", lambda rank: getattr(used.get(rank), "cores", None), "{:.2f}"),
+        Column("MiB", lambda rank: getattr(used.get(rank), "memory", None), _mib),
+        Column("torch MiB", lambda rank: getattr(used.get(rank), "torch_memory", None), _mib),
     )
     table = draw_table(columns, range(len(labels)))
     table.columns[1].min_width = 32  # so that the table keeps its width while actions change
