@@ -297,9 +297,10 @@ def _advised(job: Job, ledger: Ledger) -> Iterator[None]:
     """Add to the error of a run what would help, and how to resume it."""
     try:
         yield
-    except Interrupted as error:
-        raise Interrupted(error.when, _how_to_resume(job)) from None
-    except RunFailed as error:
+    except (Interrupted, RunFailed) as error:
+        ledger.drain()  # a checkpoint that is whole by now can be resumed from
+        if isinstance(error, Interrupted):
+            raise Interrupted(error.when, _how_to_resume(job)) from None
         words = [str(error)]
         if (short := ledger.shortage) is not None:
             words.append(memory_advice(job.config, job.plan, short.rank, short.room, job.training.form))

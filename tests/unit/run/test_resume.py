@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 import stagewright
 from stagewright.cli.main import main
-from stagewright.errors import Interrupted
+from stagewright.errors import Interrupted, RunFailed
 from stagewright.events import ShareSaved
 from stagewright.model.chain import Chain
 from stagewright.model.prove import Differs
@@ -24,9 +25,11 @@ from stagewright.run.folder import run_lock
 from stagewright.run.prepare import prepare
 from stagewright.run.resume import find_checkpoint, resumed_config
 from stagewright.run.train import Result
+from stagewright.runtime.checkpoint import commit
 from stagewright.runtime.checkpoint import save as saver
 from stagewright.runtime.checkpoint.commit import Committer
 from stagewright.runtime.checkpoint.folder import checkpoints_folder, list_folders
+from stagewright.runtime.process.session import Session
 from stagewright.runtime.process.signals import stop_on_signal
 from stagewright.voice import Voice
 from tests.commands import fails, prints
@@ -282,6 +285,20 @@ def test_an_interrupt_on_a_full_disk_names_the_lost_steps(tmp_path: Path, monkey
     monkeypatch.setattr(Committer, "add", stop_at)
     with pytest.raises(Interrupted, match="steps after 3 could not be saved; resume with"):
         train(tmp_path, steps=1_000_000)
+
+
+def test_a_fault_names_the_checkpoint_that_is_being_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Session) -> None:
+        save(self)
+        for worker in self.workers:
+            worker.saver.close()
+        raise RuntimeError("after a checkpoint")
+
+    save = Session.save
+    monkeypatch.setattr(commit, "sync_folder", lambda folder: time.sleep(0.3))
+    monkeypatch.setattr(Session, "save", fail)
+    with pytest.raises(RunFailed, match=r"after a checkpoint.*resume with"):
+        train(tmp_path, steps=8)
 
 
 def test_the_second_signal_interrupts_at_once() -> None:
