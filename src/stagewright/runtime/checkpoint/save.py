@@ -81,21 +81,17 @@ class DiskSaver(Saver):
         self._outstanding: list[int] = []  # batches whose checkpoints are not settled, as far as this rank knows
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._thread: threading.Thread | None = None
-        self._last: int | None = None
         self._keeps_frozen = job.config.model.init is not None
         self._frozen: dict[int, dict[str, Tensor]] = {}  # by stage
         if job.keeps_checkpoints:
             self._allocate(is_early=True)
 
     def save(self, batch: int) -> None:
-        if batch == self._last:
-            return
         began = time.monotonic()
         self.close()
         self._await_commits()
         waited = time.monotonic() - began
         self._outstanding.append(batch)
-        self._last = batch
         shards = list(self._copied())
         states = tuple(self._state(replica) for replica in self._replicas.values())
         took = time.monotonic() - began

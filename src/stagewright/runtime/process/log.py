@@ -247,7 +247,7 @@ class Steps:
         if rate is None:
             rate = learning_rate(config.optimizer.lr, config.schedule, number, self._job.batches)
         at = max(at, self._last)  # replicas may report in another order than they compute
-        if number not in self.starts | self.pauses:  # else the time includes the start or the evaluation
+        if not (number in self.starts or number in self.pauses):  # else the time includes the start or the evaluation
             self._recent.add(at - self._last)
         self._last = at
         speed, loss = self._recent.rate(self._job.plan.batch), self._mean(sum(totals), sum(counts))
@@ -406,7 +406,7 @@ class Ledger(EventHandler):
                 self.steps.add(event, self._local_time(event))
             case Scored():
                 self.scores.add(event)
-                self.steps.pauses = {evaluated.batch for evaluated in self.scores.done}
+                self.steps.pauses.add(event.batch)
             case Skipped():
                 self.skipped[event.stage] += 1
             case Replaced():
