@@ -32,9 +32,9 @@ _NOT_RANKED = (
 )
 
 
-def comparison_page(runs: Sequence[Run], names: Sequence[str] = ()) -> Page:
-    """Compare runs, named by `names` or by what distinguishes them; emulated ones without speed and memory."""
-    named = dict(zip(names or _names(runs), runs, strict=True))
+def comparison_page(runs: Sequence[Run]) -> Page:
+    """Compare runs, named by what distinguishes them; emulated ones without speed and memory."""
+    named = dict(zip(_names(runs), runs, strict=True))
     return Page(f"{len(runs)} runs: {'; '.join(named)}", tuple(_blocks(named)))
 
 

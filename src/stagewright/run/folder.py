@@ -173,13 +173,13 @@ def _exists(text: str) -> bool:
         return False
 
 
-def find_in_run(text: str, runs: Path = Path(RUNS)) -> Path:
+def find_in_run(text: str) -> Path:
     """The run that a word means, or by RUN/... what is in it: RUN/best, RUN/checkpoints/120."""
     first, slash, rest = text.partition("/")
     if not slash or not first or first in (".", "..") or _exists(first):
-        return find_run(text, runs)
+        return find_run(text)
     try:
-        return find_run(first, runs) / rest
+        return find_run(first) / rest
     except UserError:
         return Path(text)
 

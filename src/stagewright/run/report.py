@@ -79,10 +79,10 @@ def _rank_map(plan: Plan) -> RankMap:
     return RankMap(tuple(labels), tuple(stage.ranks for stage in plan.stages), devices)
 
 
-def make_page(folders: Sequence[Path], names: Sequence[str] = ()) -> Page:
-    """The page of one run, or one that compares several under these names."""
+def make_page(folders: Sequence[Path]) -> Page:
+    """The page of one run, or one that compares several."""
     runs = [open_run(folder) for folder in folders]
-    return run_page(runs[0]) if len(runs) == 1 else comparison_page(runs, names)
+    return run_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
 
 
 def make_prediction_page(name: str, prediction: Prediction) -> Page:
