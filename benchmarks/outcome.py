@@ -89,7 +89,7 @@ class Outcome(result.Outcome):
 
 def new_outcome(suite: str, title: str, repeats: int, steps: int = 0, **found: Any) -> Outcome:
     """An outcome of this machine and this minute."""
-    return Outcome(**result.here_and_now(suite, title, repeats, steps), **{"rows": (), **found})
+    return result.new_outcome(suite, title, repeats, steps, Outcome, **found)
 
 
 def outcome_page(outcome: Outcome) -> Page:

@@ -27,8 +27,19 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.outcome import Outcome, Ratio, new_outcome, ratio_of
 from stagewright.bench import data
-from stagewright.bench.data import BATCH, SAMPLES, Images, batch_rate, forms, loader_rate, loader_rows
-from stagewright.bench.pictures import HEIGHT, WIDTH, InMemory, make_jpegs
+from stagewright.bench.data import (
+    BATCH,
+    HEIGHT,
+    SAMPLES,
+    WIDTH,
+    Images,
+    InMemory,
+    batch_rate,
+    forms,
+    loader_rate,
+    loader_rows,
+    make_jpegs,
+)
 from stagewright.bench.result import Row, measured_row
 from stagewright.data.augment import Augmentation, Cropping, View
 from stagewright.data.decode import Decoder, is_jpeg, render

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.outcome import Goal, Outcome, Ratio, at_least, at_most, ratio_of
 from benchmarks.timed_command import ended, run_command
-from stagewright.bench.pictures import InMemory, make_jpegs
+from stagewright.bench.data import InMemory, make_jpegs
 from stagewright.bench.result import Row, measured_row
 from stagewright.data.convert import Shrink, convert
 from stagewright.data.datasets import Kind

@@ -97,11 +97,15 @@ def _segment_rates(run: Run) -> list[float]:
     return [batch * count / seconds for count, seconds in segments(speed.steady, _SEGMENTS) if seconds]
 
 
+def _about(run: Run, name: str) -> dict[str, Any]:
+    """A table of a run's env.json."""
+    found = run.environment.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 def _work(run: Run) -> dict[str, str]:
     """What must be the same for speeds to be comparable."""
-    host = run.environment.get("host")
-    host = host if isinstance(host, dict) else {}
-    gpus = run.environment.get("gpus")
+    host, gpus = _about(run, "host"), run.environment.get("gpus")
     names = [str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
     return {
         "model": run.model,
@@ -117,15 +121,13 @@ def _work(run: Run) -> dict[str, str]:
 
 def _circumstances(run: Run) -> dict[str, str]:
     """What may differ without making speeds incomparable."""
-    libraries = run.environment.get("libraries")
-    libraries = libraries if isinstance(libraries, dict) else {}
     return {
         "plan": f"{run.mode} {run.plan.get('placement')}, {run.plan.get('microbatches')} microbatches",
         "data": str(run.section("data").get("source")),
         "optimizer": str(run.section("optimizer").get("name")),
         "lr": str(run.section("optimizer").get("lr")),
         "seed": str(run.section("run").get("seed")),
-        "torch": str(libraries.get("torch")),
+        "torch": str(_about(run, "libraries").get("torch")),
         "compiled": str(run.section("run").get("compile")),
     }
 
@@ -192,7 +194,7 @@ def _row_pair(row: Row, other: Row) -> Pair:
 
 def describe(comparison: Comparison) -> dict[str, Any]:
     """The comparison as one JSON object."""
-    pairs = [
-        {**asdict(pair), "is_significant": pair.is_significant, "verdict": pair.summary} for pair in comparison.pairs
-    ]
-    return asdict(comparison) | {"pairs": pairs, "is_comparable": comparison.is_comparable}
+    found = asdict(comparison) | {"is_comparable": comparison.is_comparable}
+    for pair, table in zip(comparison.pairs, found["pairs"], strict=True):
+        table |= {"is_significant": pair.is_significant, "verdict": pair.summary}
+    return found

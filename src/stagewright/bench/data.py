@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+import simplejpeg
 import torch
 
-from stagewright.bench.pictures import HEIGHT, WIDTH, InMemory, make_jpegs
 from stagewright.bench.result import Outcome, Row, measured_row, new_outcome
 from stagewright.data.augment import Augmentation, Cropping, View
 from stagewright.data.convert import Shrink
@@ -30,6 +31,9 @@ BATCH = 64
 SAMPLES = 1000 * BATCH  # of an epoch, more than any turn loads
 SECONDS = 1.0  # of a measurement
 REPEATS, IMAGES, MOST_THREADS = 15, 64, 2  # unless options say otherwise
+HEIGHT, WIDTH = 375, 500  # of a photograph
+_DISTINCT = 16
+_QUALITY = 94
 Way = Callable[[bytes, View], object]  # from an encoded image to a crop
 
 
@@ -44,6 +48,39 @@ def measure(repeats: int | None, images: int | None, most_threads: int | None) -
         rows += loader_rows(f"loader, {what}", form, most_threads or MOST_THREADS)
     title = "Decoding, random resized crop and flip, and whole loaders"
     return new_outcome("data", title, repeats, rows=tuple(rows))
+
+
+def make_jpegs(height: int = HEIGHT, width: int = WIDTH) -> list[bytes]:
+    """Images of waves under noise, with the size and about the bytes of an ImageNet photograph."""
+    generator = np.random.default_rng(0)
+    rows, columns = np.mgrid[0:height, 0:width]
+    jpegs = []
+    for _ in range(_DISTINCT):
+        picture = 128 + generator.normal(0, 14, (height, width, 3))
+        for across, down, phase in generator.uniform(0, 0.15, (6, 3)):
+            picture += 20 * np.sin(across * columns + down * rows + 40 * phase)[..., None]
+        jpegs.append(simplejpeg.encode_jpeg(picture.clip(0, 255).astype(np.uint8), _QUALITY, "RGB", "420"))
+    return jpegs
+
+
+class InMemory:
+    """Records in memory, so that the disk is not measured."""
+
+    def __init__(self, encoded: Sequence[bytes], samples: int) -> None:
+        self.classes = 1000
+        self.class_names: tuple[str, ...] = ()
+        self.fingerprint = f"memory/{samples}"
+        self._encoded = encoded
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def get(self, index: int) -> Record:
+        return Record(self._encoded[index % len(self._encoded)], index % self.classes, self.name(index))
+
+    def name(self, index: int) -> str:
+        return f"record {index}"
 
 
 def photographs() -> Images:

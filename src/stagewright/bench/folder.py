@@ -53,39 +53,6 @@ def _zip_logs(runs: Path, folder: Path, clean: Clean) -> None:
     shutil.rmtree(runs)
 
 
-def run_to_folder(
-    name: str,
-    runs: str,
-    command: str,
-    measure: Callable[[Path, Callable[[Found], None]], Found],
-    page: Callable[[Found], Page],
-    *,
-    anonymise: bool = False,
-) -> tuple[Found, Path]:
-    """Run a bench; returns its outcome and its folder.
-
-    `measure` is given a folder for its runs and a function to keep what it has, which writes bench.json and the
-    reports: an interrupted bench leaves what it had.
-    """
-    clean: Clean = make_cleaner() if anonymise else str
-    latest: list[Found] = []
-    with bench_folder(name, runs, clean) as folder:
-
-        def keep(outcome: Found) -> None:
-            outcome = replace(outcome, command=command)
-            latest[:] = [anonymous(outcome, clean) if anonymise else outcome]
-            write_json(asdict(latest[0]), folder / FILE)
-            write_page(page(latest[0]), folder / "report.html")
-
-        try:
-            keep(measure(folder / "runs", keep))
-        except KeyboardInterrupt as error:
-            done = sum(len(row.repeats) for row in latest[0].rows) if latest else 0
-            kept = f"what was measured is in {folder}" if latest else "nothing was measured"
-            raise Interrupted(f"after {counted(done, 'run')}", kept) from error
-    return latest[0], folder
-
-
 @contextmanager
 def speaking(name: str) -> Iterator[Voice]:
     """A voice whose warnings and progress are lines on standard error."""
@@ -104,16 +71,32 @@ def measure_and_show(
     anonymise: bool = False,
     as_json: bool,
 ) -> tuple[Found, Path]:
-    """Measure into a folder, and print the tables or one JSON object."""
-    with speaking(name) as voice:
-        outcome, folder = run_to_folder(
-            name, runs, command, lambda logs, keep: measure(logs, keep, voice), page, anonymise=anonymise
-        )
+    """Measure into a new folder, and print the tables or one JSON object; returns the outcome and the folder.
+
+    `measure` is given a folder for its runs and a function to keep what it has, which writes bench.json and the
+    reports: an interrupted bench leaves what it had.
+    """
+    clean: Clean = make_cleaner() if anonymise else str
+    latest: list[Found] = []
+    with speaking(name) as voice, bench_folder(name, runs, clean) as folder:
+
+        def keep(outcome: Found) -> None:
+            outcome = replace(outcome, command=command)
+            latest[:] = [anonymous(outcome, clean) if anonymise else outcome]
+            write_json(asdict(latest[0]), folder / FILE)
+            write_page(page(latest[0]), folder / "report.html")
+
+        try:
+            keep(measure(folder / "runs", keep, voice))
+        except KeyboardInterrupt as error:
+            done = sum(len(row.repeats) for row in latest[0].rows) if latest else 0
+            kept = f"what was measured is in {folder}" if latest else "nothing was measured"
+            raise Interrupted(f"after {counted(done, 'run')}", kept) from error
     if as_json:
-        print(json.dumps(asdict(outcome) | {"folder": str(folder)}))
+        print(json.dumps(asdict(latest[0]) | {"folder": str(folder)}))
     else:
-        show(open_console(), outcome, folder)
-    return outcome, folder
+        show(open_console(), latest[0], folder)
+    return latest[0], folder
 
 
 def write_json(tables: Any, path: Path) -> None:

@@ -14,6 +14,7 @@ from statistics import median
 
 from stagewright.events import Usage, read_usage
 from stagewright.plan.plan import Plan
+from stagewright.report.figures import peak_memory
 from stagewright.report.read import read_lines
 from stagewright.runtime.comm.unix_socket import socket_folder
 from stagewright.voice import Voice
@@ -42,22 +43,18 @@ def observed(folder: Path, plan: Plan) -> Observed:
 
 def summarize(uses: Sequence[Usage], plan: Plan) -> Observed:
     """The peaks over a monitor's samples, and what disturbed the run."""
-    ranks: dict[int, int] = {}
     gpus: dict[int, int] = {}
-    for use in uses:
-        for rank in use.ranks:
-            held = rank.memory if rank.torch_memory is None else rank.torch_memory
-            ranks[rank.rank] = max(ranks.get(rank.rank, 0), held)
-        for gpu in use.gpus:
-            if gpu.memory is not None:
-                gpus[gpu.index] = max(gpus.get(gpu.index, 0), gpu.memory)
+    seen = [gpu for use in uses for gpu in use.gpus]
+    for gpu in seen:
+        if gpu.memory is not None:
+            gpus[gpu.index] = max(gpus.get(gpu.index, 0), gpu.memory)
     placed = {rank: gpus[device.index % len(gpus)] for rank, device in enumerate(plan.devices)} if gpus else {}
     return Observed(
-        memory=_by_stage(plan, ranks),
+        memory=_by_stage(plan, peak_memory(uses)),
         gpu_memory=_by_stage(plan, placed),
         others=median(max(0.0, use.cores - sum(rank.cores for rank in use.ranks)) for use in uses),
-        throttled=tuple(dict.fromkeys(reason for use in uses for gpu in use.gpus for reason in gpu.throttled)),
-        foreign=max((gpu.foreign for use in uses for gpu in use.gpus), default=0),
+        throttled=tuple(dict.fromkeys(reason for gpu in seen for reason in gpu.throttled)),
+        foreign=max((gpu.foreign for gpu in seen), default=0),
     )
 
 

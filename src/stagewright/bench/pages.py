@@ -113,13 +113,11 @@ def _note(rows: Sequence[Row]) -> str:
 
 def _bars(name: str, rows: Sequence[Row], unit: str, colours: Mapping[str, int]) -> Bars:
     bars = []
-    for row in rows:
-        if row.rate is None:
-            continue
+    for row, rate in ((row, row.rate) for row in rows if row.rate is not None):
         is_predicted, colour = row.kind == "predicted", colours.get(row.name, 0)
-        low, high = (row.rate.low, row.rate.high) if len(row.repeats) > 1 else (None, None)
+        low, high = (rate.low, rate.high) if len(row.repeats) > 1 else (None, None)
         note = f"predicted on {row.cluster}" if is_predicted else ""
-        bars.append(Bar(row.label, row.rate.value, low, high, is_predicted, note, colour))
+        bars.append(Bar(row.label, rate.value, low, high, is_predicted, note, colour))
     return Bars(f"{name}: {'throughput' if unit.endswith('/s') else unit}", unit, tuple(bars))
 
 
@@ -221,12 +219,12 @@ def _headlines(outcome: Outcome) -> Iterator[str]:
     for name, rows in outcome.groups().items():
         kinds = list(dict.fromkeys(row.data for row in rows))
         for data in kinds:
-            others = [row for row in rows if row.data == data and row.speedup and not row.is_baseline]
+            speedups = [(row, row.speedup) for row in rows if row.data == data and row.speedup and not row.is_baseline]
             base = next((row for row in rows if row.data == data and row.is_baseline), None)
-            if base is not None and base.rate is not None and others:
-                most = max(row.speedup.value for row in others if row.speedup)
-                best = next(row for row in others if row.speedup and row.speedup.value >= most * (1 - _CLOSE))
-                yield _comparison(best, base, f"{name} on {data} data" if len(kinds) > 1 and data else name)
+            if base is not None and base.rate is not None and speedups:
+                most = max(speedup.value for _, speedup in speedups)
+                best, speedup = next(one for one in speedups if one[1].value >= most * (1 - _CLOSE))
+                yield _comparison(best, speedup, base, f"{name} on {data} data" if len(kinds) > 1 and data else name)
 
 
 def _circumstances(outcome: Outcome) -> Iterator[str]:
@@ -236,35 +234,32 @@ def _circumstances(outcome: Outcome) -> Iterator[str]:
     if outcome.is_whole and 0 < done < outcome.repeats:
         yield f"Only {done} of {outcome.repeats} repeats fit the time limit of the suite."
     on_cpu = [row for row in measured if row.device == "cpu"]
-    others = median([repeat.others or 0.0 for row in on_cpu for repeat in row.repeats]) if on_cpu else 0.0
-    ranks = max((len(devices_of(row.placement)) for row in on_cpu), default=0)
-    if others + ranks > outcome.cores + _TOLERANCE and on_cpu:
-        busy = f"other processes kept {others:.1f} of {outcome.cores} cores busy"
-        yield f"Warning: {busy}; repeat the bench on an idle machine."
+    if on_cpu:
+        others = median(repeat.others or 0.0 for row in on_cpu for repeat in row.repeats)
+        if others + max(len(devices_of(row.placement)) for row in on_cpu) > outcome.cores + _TOLERANCE:
+            busy = f"other processes kept {others:.1f} of {outcome.cores} cores busy"
+            yield f"Warning: {busy}; repeat the bench on an idle machine."
 
 
-def _comparison(row: Row, base: Row, work: str) -> str:
+def _comparison(row: Row, speedup: Interval, base: Row, work: str) -> str:
     """`Stale 7+1 trains VGG-16 8.0 times as fast as data parallel (7.8 to 8.2).`"""
-    speedup, rate = row.speedup, row.rate
-    assert speedup is not None and rate is not None
     ours, theirs = said(row.name), said(base.name)
     if row.kind == "predicted":
         where = f"{work} on {row.cluster}"
         if abs(speedup.value - 1) < _CLOSE:
             return f"{upper_first(ours)} and {theirs} are predicted to train {where} equally fast."
-        what = f"{format_figure(rate.value)} {row.unit or 'images/s'}"
+        what = f"{format_figure(row.rate.value if row.rate else 0.0)} {row.unit or 'images/s'}"
         times = f"{format_times(speedup)} times as fast as {theirs}"
         return f"{upper_first(ours)} is predicted to train {where} {times}, at {what}."
+    times, ends = format_times(speedup), format_ends(speedup)
     if speedup.holds(1.0):
         known = "; more --repeats would say which is faster" if judge(speedup) is Answer.UNKNOWN else ""
-        between = f"{format_times(speedup)}{format_ends(speedup)} times as fast"
-        return f"No significant difference for {work}: {ours} is {between} as {theirs}{known}."
+        return f"No significant difference for {work}: {ours} is {times}{ends} times as fast as {theirs}{known}."
     few = f", from only {counted(len(row.repeats), 'repeat')}" if len(row.repeats) < _FEW else ""
     if speedup.value < 1:
-        slower = f"the best other, {ours}, is only {format_times(speedup)} times as fast{format_ends(speedup)}"
+        slower = f"the best other, {ours}, is only {times} times as fast{ends}"
         return f"{upper_first(theirs)} is the fastest way to train {work}: {slower}{few}."
-    faster = f"{format_times(speedup)} times as fast as {theirs}{format_ends(speedup)}"
-    return f"{upper_first(ours)} trains {work} {faster}{few}."
+    return f"{upper_first(ours)} trains {work} {times} times as fast as {theirs}{ends}{few}."
 
 
 def said(name: str) -> str:

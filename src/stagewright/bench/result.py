@@ -120,25 +120,24 @@ class Outcome:
 Found = TypeVar("Found", bound=Outcome)
 
 
-def new_outcome(suite: str, title: str, repeats: int, steps: int = 0, **found: Any) -> Outcome:
+def new_outcome(
+    suite: str,
+    title: str,
+    repeats: int,
+    steps: int = 0,
+    kind: type[Found] = Outcome,  # type: ignore[assignment]
+    **found: Any,
+) -> Found:
     """An outcome of this machine and this minute."""
-    return Outcome(**here_and_now(suite, title, repeats, steps), **{"rows": (), **found})
-
-
-def here_and_now(suite: str, title: str, repeats: int, steps: int) -> dict[str, Any]:
-    """The fields of an outcome that say what is measured, where and when."""
     here = read_environment()
-    return {
-        "suite": suite,
-        "title": title,
-        "command": f"stagewright bench {suite}",
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "repeats": repeats,
-        "steps": steps,
+    found = {
+        "rows": (),
         "machine": dict(here.rows()),
         "cores": here.host.cores,
         "topology": "\n".join(here.topology.table()) if here.topology else "",
+        **found,
     }
+    return kind(suite, title, f"stagewright bench {suite}", time.strftime("%Y-%m-%d %H:%M"), repeats, steps, **found)
 
 
 def from_json(tables: Any, where: str, kind: type[Found] = Outcome) -> Found:  # type: ignore[assignment]

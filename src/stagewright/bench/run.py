@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -50,52 +49,42 @@ def run_suite(name: str, options: SuiteOptions, folder: Path, voice: Voice, keep
     configs: dict[str, Config] = {}
     rows: dict[str, Row] = {}
     for entry in configurations_of(suite, options):
-        config, reason = _config_or_reason(entry, capacity, options)
-        if config is not None:
+        config = _config_or_reason(entry, capacity, options)
+        if isinstance(config, Config):
             configs[str(entry)] = config
-            rows[str(entry)] = Row(**about(entry, config), kind="left out", reason="the bench ended before its turn")
+            rows[str(entry)] = blank_row(entry, config, reason="the bench ended before its turn")
         elif options.simulate:
             voice.progress(f"predicting {entry}")
-            rows[str(entry)] = _predicted(entry, reason, options)
+            rows[str(entry)] = _predicted(entry, config, options)
         else:
-            rows[str(entry)] = Row(**about(entry, entry.resolve(capacity.cluster)), kind="left out", reason=reason)
+            rows[str(entry)] = blank_row(entry, entry.resolve(capacity.cluster), reason=config)
     if not configs and not options.simulate:
-        raise UserError(_does_not_fit(name, next(iter(rows.values())), capacity))
-    blank = new_outcome(Path(name).stem, suite.title, options.repeats, options.steps)
+        row, nearest = next(iter(rows.values())), nearest_suite(capacity)
+        other = f"; stagewright bench {nearest} runs here" if nearest and nearest != name else ""
+        raise UserError(f"suite {name} does not fit: {row.label} {row.reason}{other}; --simulate predicts it")
+    blank: Outcome = new_outcome(Path(name).stem, suite.title, options.repeats, options.steps)
 
     def outcome(*, is_whole: bool) -> Outcome:
         return replace(blank, rows=tuple(with_speedups(list(rows.values()))), is_whole=is_whole)
 
     is_shared = any(config.run.share_gpu for config in configs.values())
     with shared_gpu(voice) if is_shared else nullcontext():
-        for key, row in run_repeats(rows, configs, Length(options.repeats, options.limit), folder, voice):
+        for key, row in run_repeats(rows, configs, options, folder, voice):
             rows[key] = row
             keep(outcome(is_whole=False))
     return outcome(is_whole=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Length:
-    """How often every configuration runs: `repeats` times, or fewer where those would exceed the time limit."""
-
-    repeats: int
-    limit: float | None = None  # seconds
-
-    def allows(self, done: int, spent: float) -> bool:
-        """Whether one more repeat of the same length may begin; the first always may."""
-        return done < self.repeats and (not done or self.limit is None or spent * (done + 1) / done <= self.limit)
-
-
 def run_repeats(
-    rows: Mapping[str, Row], configs: Mapping[str, Config], length: Length, folder: Path, voice: Voice
+    rows: Mapping[str, Row], configs: Mapping[str, Config], options: SuiteOptions, folder: Path, voice: Voice
 ) -> Iterator[tuple[str, Row]]:
     """Run every configuration once per repeat; after each run its row so far. One that fails runs no more."""
     began, done = time.monotonic(), 0
-    while length.allows(done, time.monotonic() - began):
+    while options.allows(done, time.monotonic() - began):
         done += 1
         for key, config in configs.items():
             if rows[key].kind != "failed":
-                voice.progress(f"repeat {done} of {length.repeats}: {key}")
+                voice.progress(f"repeat {done} of {options.repeats}: {key}")
                 yield key, run_once(rows[key], config, folder)
 
 
@@ -117,7 +106,7 @@ def run_once(row: Row, config: Config, folder: Path) -> Row:
         lines = (result.folder / _OUTPUT).read_text().splitlines()
         unit = "" if result.unit == IMAGES else result.unit.rate
         steps = tuple(line for line in lines if line.startswith("epoch "))
-        row = replace(row, kind="measured", reason="", unit=unit, step_lines=steps, **_of_plan(result.plan))
+        row = _with_plan(replace(row, kind="measured", reason="", unit=unit, step_lines=steps), result.plan)
     return with_repeat(row, _repeat(result))
 
 
@@ -146,24 +135,14 @@ def _repeat(result: Result) -> Repeat:
     )
 
 
-def _config_or_reason(
-    configuration: Configuration, capacity: Capacity, options: SuiteOptions
-) -> tuple[Config | None, str]:
+def _config_or_reason(configuration: Configuration, capacity: Capacity, options: SuiteOptions) -> Config | str:
     """The options to run here, or why the configuration cannot run."""
     if options.cluster is not None:
-        return None, ""
+        return ""
     if configuration.is_real and options.real is None:
-        return None, "needs --data"
+        return "needs --data"
     config = configuration.resolve(capacity.cluster)
-    shortage = capacity.shortage(config)
-    return (config, "") if shortage is None else (None, shortage)
-
-
-def _does_not_fit(name: str, row: Row, capacity: Capacity) -> str:
-    """What is missing, and the nearest suite that runs here."""
-    nearest = nearest_suite(capacity)
-    other = f"; stagewright bench {nearest} runs here" if nearest and nearest != name else ""
-    return f"suite {name} does not fit: {row.label} {row.reason}{other}; --simulate predicts it"
+    return capacity.shortage(config) or config
 
 
 def nearest_suite(capacity: Capacity) -> str | None:
@@ -178,53 +157,50 @@ def nearest_suite(capacity: Capacity) -> str | None:
     return max(found)[1] if found else None
 
 
-def about(configuration: Configuration, config: Config) -> dict[str, Any]:
-    """What a row says about its configuration."""
-    return {
-        "group": configuration.group.name,
-        "name": configuration.trial.name,
-        "data": configuration.data,
-        "is_baseline": configuration.is_baseline,
-        "model": config.model.name,
-        "mode": config.plan.mode,
-        "precision": config.run.precision,
-        "batch": config.plan.batch,
-        "placement": config.plan.placement,
-        "device": config.run.device,
-        "options": as_tables(config),
-    }
+def blank_row(configuration: Configuration, config: Config, *, reason: str = "") -> Row:
+    """The row of a configuration that was not measured, for this reason."""
+    return Row(
+        configuration.group.name,
+        configuration.trial.name,
+        configuration.data,
+        "left out",
+        configuration.is_baseline,
+        model=config.model.name,
+        mode=config.plan.mode or "",
+        precision=config.run.precision,
+        batch=config.plan.batch or 0,
+        placement=config.plan.placement,
+        device=config.run.device,
+        options=as_tables(config),
+        reason=reason,
+    )
 
 
-def _of_plan(plan: Plan) -> dict[str, Any]:
-    return {
-        "cuts": plan.cuts,
-        "microbatches": plan.microbatches,
-        "versions": tuple(stage.versions for stage in plan.stages),
-    }
+def _with_plan(row: Row, plan: Plan) -> Row:
+    versions = tuple(stage.versions for stage in plan.stages)
+    return replace(row, cuts=plan.cuts, microbatches=plan.microbatches, versions=versions)
 
 
 def _predicted(configuration: Configuration, reason: str, options: SuiteOptions) -> Row:
     catalog, cluster = _cluster_to_simulate(configuration, options)
     config = configuration.resolve(cluster)
     prediction = predict_config(config, catalog, cluster, loads=configuration.is_real)
-    plan = prediction.plan
-    memory = tuple(max(prediction.memory[rank].total for rank in stage.ranks) for stage in plan.stages)
+    memory = tuple(max(prediction.memory[rank].total for rank in stage.ranks) for stage in prediction.plan.stages)
     reasons = [reason] if reason else []
     if options.cluster is not None and cluster.name != open_cluster(options.cluster)[1].name:
         reasons.append(f"has more devices than {options.cluster}")
     if not prediction.fits:
         reasons.append(f"needs {max(memory) / MIB:,.0f} MiB, a device has {min(prediction.limits) / MIB:,.0f}")
     rate = prediction.images_per_second
-    return Row(
-        **about(configuration, config),
+    row = replace(
+        blank_row(configuration, config, reason="; ".join(reasons)),
         kind="predicted",
-        reason="; ".join(reasons),
         cluster=cluster.name,
         rate=Interval(rate, rate, rate),
         memory=memory,
         epoch_seconds=IMAGENET / rate,
-        **_of_plan(plan),
     )
+    return _with_plan(row, prediction.plan)
 
 
 def _cluster_to_simulate(configuration: Configuration, options: SuiteOptions) -> tuple[Catalog, Cluster]:
@@ -253,9 +229,9 @@ def with_speedups(rows: Sequence[Row]) -> list[Row]:
 
 
 def _speedup(row: Row, baseline: Row | None) -> Interval | None:
-    if baseline is None or row.rate is None or baseline.rate is None or row.kind != baseline.kind:
+    if baseline is None or row.rate is None or baseline.rate is None:
         return None
-    if row.unit != baseline.unit:
+    if (row.kind, row.unit) != (baseline.kind, baseline.unit):
         return None
     if row.kind == "predicted":
         ratio = row.rate.value / baseline.rate.value

@@ -71,25 +71,26 @@ def judge(ratio: Interval) -> Answer:
 def median_interval(series: Sequence[float]) -> Interval:
     """The median of a series with its interval, which is a point for a single value."""
     values = _checked(series)
-    low, high = np.percentile(_medians(values, np.random.default_rng(_SEED)), _TAILS)
-    middle = float(np.median(values))
-    return Interval(middle, min(float(low), middle), max(float(high), middle))
+    return _interval(float(np.median(values)), _medians(values, np.random.default_rng(_SEED)))
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     """The median of the ratios of two interleaved series, repeat by repeat: what disturbs both sides cancels."""
     if len(ours) != len(theirs):
         raise ValueError(f"{len(ours)} and {len(theirs)} repeats; both series need the same number")
-    return _as_ratio(median_interval(np.log(_positive(ours)) - np.log(_positive(theirs))))
+    return _as_ratio(median_interval(_logs(ours) - _logs(theirs)))
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     """The ratio of the medians of two series that were not interleaved."""
-    above, below = np.log(_positive(ours)), np.log(_positive(theirs))
-    generator = np.random.default_rng(_SEED)
-    low, high = np.percentile(_medians(above, generator) - _medians(below, generator), _TAILS)
+    above, below, generator = _logs(ours), _logs(theirs), np.random.default_rng(_SEED)
     middle = float(np.median(above) - np.median(below))
-    return _as_ratio(Interval(middle, min(float(low), middle), max(float(high), middle)))
+    return _as_ratio(_interval(middle, _medians(above, generator) - _medians(below, generator)))
+
+
+def _interval(middle: float, drawn: Array) -> Interval:
+    low, high = np.percentile(drawn, _TAILS)
+    return Interval(middle, min(float(low), middle), max(float(high), middle))
 
 
 def _as_ratio(logs: Interval) -> Interval:
@@ -115,11 +116,11 @@ def _checked(series: Sequence[float]) -> Array:
     return values
 
 
-def _positive(series: Sequence[float]) -> Array:
-    values = _checked(series)
+def _logs(speeds: Sequence[float]) -> Array:
+    values = _checked(speeds)
     if values.min() <= 0:
         raise ValueError(f"a speed of {values.min():g}; speeds are above 0")
-    return values
+    return np.log(values)
 
 
 def outliers(values: Sequence[float]) -> tuple[int, ...]:

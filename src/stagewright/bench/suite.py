@@ -73,6 +73,10 @@ class SuiteOptions:
     cluster: str | None = None  # predict everything for this cluster and measure nothing here
     limit: float | None = None  # seconds after which no further repeat begins
 
+    def allows(self, done: int, spent: float) -> bool:
+        """Whether one more repeat of the same length may begin; the first always may."""
+        return done < self.repeats and (not done or self.limit is None or spent * (done + 1) / done <= self.limit)
+
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
@@ -159,8 +163,9 @@ def _checked(tables: Mapping[str, Any], name: str) -> Suite:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        unknown = first["type"] == "unexpected_keyword_argument"
-        wrong = "unknown key" if unknown else f"{first['msg'].lower()}{_given(first['input'])}"
+        given = f", not {first['input']!r}" if isinstance(first["input"], str | int | float) else ""
+        is_unknown = first["type"] == "unexpected_keyword_argument"
+        wrong = "unknown key" if is_unknown else f"{first['msg'].lower()}{given}"
         raise UserError(f"suite {name}: {key}: {wrong}") from error
     if not suite.group:
         raise UserError(f"suite {name} has 0 groups; describe one as [[group]]")
@@ -172,14 +177,13 @@ def _checked(tables: Mapping[str, Any], name: str) -> Suite:
     try:
         for group in suite.group:
             _check_group(suite, group)
-        _refuse_unused(suite)
+        # an option that changes nothing in any trial, whichever data the user gives
+        trials = [merged(suite.options, group.options, trial.options) for group in suite.group for trial in group.trial]
+        sources: list[Tables] = [{"data": {"source": source}} for source in ("synthetic", "folder:DIR", "tokens:FILE")]
+        refuse_unused([merged(source, trial) for trial in trials for source in sources], keys_of(*trials))
     except UserError as error:
         raise UserError(f"suite {name}: {error}") from error
     return suite
-
-
-def _given(value: Any) -> str:
-    return f", not {value!r}" if isinstance(value, str | int | float) else ""
 
 
 def _check_group(suite: Suite, group: Group) -> None:
@@ -198,11 +202,3 @@ def _check_group(suite: Suite, group: Group) -> None:
         if trial.devices is not None and config.plan.placement != make_config().plan.placement:
             both = f"devices {trial.devices} and placement {config.plan.placement}"
             raise UserError(f"trial '{trial.name}' has both {both}; leave one out")
-
-
-def _refuse_unused(suite: Suite) -> None:
-    """Raise for an option that changes nothing in any trial, whichever data the user gives."""
-    trials = [merged(suite.options, group.options, trial.options) for group in suite.group for trial in group.trial]
-    sources: list[Tables] = [{"data": {"source": source}} for source in ("synthetic", "folder:DIR", "tokens:FILE")]
-    tables = [merged(source, trial) for trial in trials for source in sources]
-    refuse_unused(tables, keys_of(*trials))

@@ -68,7 +68,7 @@ def _blocks(named: dict[str, Run]) -> Iterator[Block]:
             yield Note(title, f"No timeline: {no_timeline(run)}.")
         else:
             yield replace(pipeline, colour=colours[name])
-    held = {name: max(peak.values()) / MIB for name, run in real.items() if (peak := peak_memory(run))}
+    held = {name: max(peak.values()) / MIB for name, run in real.items() if (peak := peak_memory(run.own_usage))}
     if peaks := tuple(Bar(name, size, colour=colours[name]) for name, size in held.items()):
         yield Bars("Memory", "MiB", peaks, "Measured peak of the rank that used most.")
     yield _configurations(named)

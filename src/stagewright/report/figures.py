@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
+from stagewright.events import Usage
 from stagewright.metrics import LOSS, MIB, ThroughputUnit, batch_seconds, format_metric, format_rate, metric_label
 from stagewright.report.page import Mark, Point, Tile, Tiles
 from stagewright.report.read import Run
@@ -29,23 +30,21 @@ def prediction_error(run: Run) -> str | None:
     return f"{abs(off):.1%} {'above' if off > 0 else 'below'}"
 
 
-def peak_memory(run: Run) -> dict[int, int]:
+def peak_memory(samples: Iterable[Usage]) -> dict[int, int]:
     """The peak bytes of each rank: what torch held on its device where known, else resident memory.
 
     An emulated run is one process, which counts as rank 0.
     """
     peaks: dict[int, int] = {}
-    for sample in run.own_usage:
-        for rank in sample.ranks:
-            held = rank.memory if rank.torch_memory is None else rank.torch_memory
-            peaks[rank.rank] = max(peaks.get(rank.rank, 0), held)
+    for rank in (rank for sample in samples for rank in sample.ranks):
+        held = rank.memory if rank.torch_memory is None else rank.torch_memory
+        peaks[rank.rank] = max(peaks.get(rank.rank, 0), held)
     return peaks
 
 
 def fullest_rank(run: Run) -> tuple[int, str] | None:
     """The rank with the highest peak and that peak in MiB; None without a monitor."""
-    peaks = peak_memory(run)
-    if not peaks:
+    if not (peaks := peak_memory(run.own_usage)):
         return None
     rank = max(peaks, key=lambda rank: peaks[rank])
     return rank, format_number(peaks[rank] / MIB)

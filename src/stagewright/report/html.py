@@ -11,8 +11,8 @@ from itertools import pairwise
 from urllib.parse import quote
 
 from stagewright.report.charts import COLOURS, draw, escape, swatch
-from stagewright.report.numbers import Figure, table_of, thinned
-from stagewright.report.page import Block, Curves, Listing, Note, Page, Pipeline, Summary, Table, Tile, Tiles
+from stagewright.report.numbers import table_of, thinned
+from stagewright.report.page import Block, Curves, Listing, Note, Page, Pipeline, Summary, Table, Tiles
 from stagewright.report.timeline import MOST_BARS, start_of_last
 from stagewright.report.words import is_numeric
 
@@ -119,7 +119,13 @@ def _section(block: Block, number: int, is_half: bool) -> str:
 def _body(block: Block, part: str) -> str:
     match block:
         case Tiles():
-            return f"<dl>{''.join(map(_tile, block.tiles))}</dl>"
+            tiles = "".join(
+                f'<div class="tile"><dt>{escape(tile.label)}</dt>'
+                f'<dd class="figure">{escape(tile.value)} <small>{escape(tile.unit)}</small></dd>'
+                f'<dd class="note">{escape(tile.detail)}</dd></div>'
+                for tile in block.tiles
+            )
+            return f"<dl>{tiles}</dl>"
         case Summary():
             return "".join(f"<p>{escape(line)}</p>" for line in block.lines)
         case Table():
@@ -129,33 +135,20 @@ def _body(block: Block, part: str) -> str:
         case Listing():
             text, copy = "\n".join(map(escape, block.text.rstrip().split("\n"))), _copy(f"{part}-text")
             return f'<div class="listing">{copy}<pre id="{part}-text" tabindex="0">{text}</pre></div>'
-        case figure:
-            return _figure(figure, part)
-
-
-def _tile(tile: Tile) -> str:
-    return (
-        f'<div class="tile"><dt>{escape(tile.label)}</dt>'
-        f'<dd class="figure">{escape(tile.value)} <small>{escape(tile.unit)}</small></dd>'
-        f'<dd class="note">{escape(tile.detail)}</dd></div>'
-    )
+        case figure:  # a drawing, its description for screen readers, and its numbers
+            drawn, about = draw(figure, part)
+            note = f'<p class="note lead">{escape(figure.note)}</p>' if figure.note else ""
+            return (
+                f'<figure role="group" aria-labelledby="{part}-title" aria-describedby="{part}-about">{note}{drawn}'
+                f'<figcaption id="{part}-about" class="hidden">{escape(about)}</figcaption></figure>'
+                f"<details><summary>Numbers</summary>{_copy(f'{part}-numbers')}"
+                f"{_table(table_of(figure), f'{part}-numbers')}</details>"
+            )
 
 
 def _copy(part: str) -> str:
     """A button that copies a part of the page."""
     return f'<button type="button" class="copy" data-copies="{part}">Copy</button>'
-
-
-def _figure(figure: Figure, part: str) -> str:
-    """A drawing, its description for screen readers, and its numbers."""
-    drawn, about = draw(figure, part)
-    note = f'<p class="note lead">{escape(figure.note)}</p>' if figure.note else ""
-    return (
-        f'<figure role="group" aria-labelledby="{part}-title" aria-describedby="{part}-about">{note}{drawn}'
-        f'<figcaption id="{part}-about" class="hidden">{escape(about)}</figcaption></figure>'
-        f"<details><summary>Numbers</summary>{_copy(f'{part}-numbers')}"
-        f"{_table(table_of(figure), f'{part}-numbers')}</details>"
-    )
 
 
 def _table(table: Table, name: str = "") -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -19,6 +19,11 @@ from stagewright.report.words import format_number, format_seconds
 _MOST_EPOCHS = 100
 _MOST_CURVES = 16
 _MOST_SAMPLES = 2000  # that curves are drawn from; totals count all
+_GPU_CURVES = (
+    ("GPU utilisation", "% of the time", "utilisation", 100),
+    ("GPU memory", "MiB", "memory", 1 / MIB),
+    ("GPU power", "watts", "power", 1),
+)
 _CONFIGURED = (
     ("model", "model", "name"),
     ("data", "data", "source"),
@@ -74,7 +79,7 @@ def stages(run: Run) -> Table:
     """The plan and the memory of each stage: that of its fullest rank, where ranks are processes."""
     ranks, cuts = run.rank_map.stages, run.plan.get("cuts") or []
     predicted = {rank: sum(parts.values()) for rank, parts in enumerate(run.memory or ())}
-    peaks: dict[int, float] = {} if run.is_emulated else {**peak_memory(run)}
+    peaks: dict[int, float] = {} if run.is_emulated else {**peak_memory(run.own_usage)}
 
     def of_plan(name: str, stage: int) -> Any:
         values = run.plan.get(name)
@@ -99,7 +104,7 @@ def stages(run: Run) -> Table:
 
 def memory(run: Run) -> Iterator[Block]:
     """Predicted memory by part and rank, and the peaks that the monitor measured."""
-    peaks = peak_memory(run)
+    peaks = peak_memory(run.own_usage)
     if run.memory:
         stacks = tuple(
             Stack(label, tuple((name, size / MIB) for name, size in parts.items() if size))
@@ -169,33 +174,25 @@ def usage_blocks(run: Run) -> Iterator[Block]:
     for number, every in enumerate(run.usage):
         samples = every[:: 1 + len(every) // _MOST_SAMPLES]
         where = f", machine {number}" if len(run.usage) > 1 else ""
-        ranks = sorted({rank.rank for sample in samples for rank in sample.ranks})
-        cores = []
-        for rank in ranks[:_MOST_CURVES]:
-            seen = ((sample.seconds, one.cores) for sample in samples for one in sample.ranks if one.rank == rank)
-            cores.append(Curve(run.label(rank), tuple(Point(*point) for point in seen)))
+        cores = _over_time((run.label(one.rank), one.rank, s.seconds, one.cores) for s in samples for one in s.ranks)
         whole = Curve("everything on the machine", tuple(Point(sample.seconds, sample.cores) for sample in samples))
         if len(samples) > 1:
             yield Curves(f"Cores{where}", "seconds", "cores kept busy", (*cores, whole))
-        yield from _gpu_blocks(samples, where)
+        for title, unit, name, scale in _GPU_CURVES:
+            gpus = [(gpu.index, s.seconds, getattr(gpu, name)) for s in samples for gpu in s.gpus]
+            curves = _over_time((f"GPU {index}", index, at, scale * x) for index, at, x in gpus if x is not None)
+            if any(len(curve.points) > 1 for curve in curves):
+                yield Curves(f"{title}{where}", "seconds", unit, curves)
         if any(sample.gpus for sample in every):
             yield _gpu_table(every, where)
 
 
-def _gpu_blocks(samples: Sequence[Usage], where: str) -> Iterator[Block]:
-    for title, unit, name, scale in (
-        ("GPU utilisation", "% of the time", "utilisation", 100),
-        ("GPU memory", "MiB", "memory", 1 / MIB),
-        ("GPU power", "watts", "power", 1),
-    ):
-        points: dict[int, list[Point]] = {}
-        for sample in samples:
-            for gpu in sample.gpus:
-                if (value := getattr(gpu, name)) is not None:
-                    points.setdefault(gpu.index, []).append(Point(sample.seconds, scale * value))
-        curves = tuple(Curve(f"GPU {index}", tuple(points[index])) for index in sorted(points)[:_MOST_CURVES])
-        if any(len(curve.points) > 1 for curve in curves):
-            yield Curves(f"{title}{where}", "seconds", unit, curves)
+def _over_time(values: Iterable[tuple[str, int, float, float]]) -> tuple[Curve, ...]:
+    """A curve for each rank or GPU, in the order of their numbers: its label, its number, seconds, a value."""
+    points: dict[tuple[int, str], list[Point]] = {}
+    for label, number, at, value in values:
+        points.setdefault((number, label), []).append(Point(at, value))
+    return tuple(Curve(key[1], tuple(points[key])) for key in sorted(points)[:_MOST_CURVES])
 
 
 def _over(how: Callable[[list[float]], float | None], name: str) -> Callable[[list[GpuUsage]], float | None]:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from benchmarks.micro.data import compare_loaders, measure, stock_paths, torchvision_transform
-from stagewright.bench.data import SIDE, Images, our_path
-from stagewright.bench.pictures import HEIGHT, WIDTH, make_jpegs
+from stagewright.bench.data import HEIGHT, SIDE, WIDTH, Images, make_jpegs, our_path
 from stagewright.data.augment import Augmentation, Cropping
 from tests.marks import nightly
 

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from stagewright.bench import data
-from stagewright.bench.data import Images
-from stagewright.bench.pictures import make_jpegs
+from stagewright.bench.data import Images, make_jpegs
 from stagewright.data.augment import Augmentation, Cropping
 from tests.commands import prints
 

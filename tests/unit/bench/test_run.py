@@ -16,7 +16,7 @@ import pytest
 from stagewright.bench import run as bench_run
 from stagewright.bench.predict import Capacity
 from stagewright.bench.result import Outcome, Repeat, Row, read_outcome
-from stagewright.bench.run import Length, about, nearest_suite, run_repeats, with_repeat, with_speedups
+from stagewright.bench.run import blank_row, nearest_suite, run_repeats, with_repeat, with_speedups
 from stagewright.bench.suite import Configuration, SuiteOptions, configurations_of, read_suite
 from stagewright.cli.main import main
 from stagewright.config.sections import Config
@@ -37,13 +37,13 @@ def repeat(rate: float) -> Repeat:
 
 
 def row_of(configuration: Configuration, repeats: Iterable[Repeat]) -> Row:
-    row = Row(**about(configuration, make_config()), kind="measured")
+    row = replace(blank_row(configuration, make_config()), kind="measured")
     for one in repeats:
         row = with_repeat(row, one)
     return row
 
 
-def turns(length: Length, folder: Path, fails_at: int = -1) -> tuple[list[str], dict[str, Row]]:
+def turns(options: SuiteOptions, folder: Path, fails_at: int = -1) -> tuple[list[str], dict[str, Row]]:
     """What is said while three configurations take turns, and their rows; one run may fail."""
     said: list[str] = []
     rows = {name: Row("g", name, kind="left out") for name in CONFIGS}
@@ -55,25 +55,25 @@ def turns(length: Length, folder: Path, fails_at: int = -1) -> tuple[list[str], 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_run, "run_once", run_once)
-        for name, row in run_repeats(rows, CONFIGS, length, folder, Voice(progress=said.append)):
+        for name, row in run_repeats(rows, CONFIGS, options, folder, Voice(progress=said.append)):
             rows[name] = row
     return said, rows
 
 
 def test_configurations_take_turns(tmp_path: Path) -> None:
-    said, rows = turns(Length(2), tmp_path)
+    said, rows = turns(SuiteOptions(2, 1), tmp_path)
     assert said == [f"repeat {number} of 2: {name}" for number in (1, 2) for name in "ABC"]
     assert [len(row.repeats) for row in rows.values()] == [2, 2, 2]
 
 
 def test_a_failed_configuration_is_left_out_of_later_repeats(tmp_path: Path) -> None:
-    said, rows = turns(Length(3), tmp_path, fails_at=2)
+    said, rows = turns(SuiteOptions(3, 1), tmp_path, fails_at=2)
     assert [text[-1] for text in said] == ["A", "B", "C", "A", "C", "A", "C"] and rows["B"].kind == "failed"
 
 
 def test_no_repeat_begins_that_would_exceed_the_time_limit() -> None:
-    assert Length(3).allows(2, 1e9) and not Length(3).allows(3, 0.0)
-    limited = Length(5, limit=90.0)
+    assert SuiteOptions(3, 1).allows(2, 1e9) and not SuiteOptions(3, 1).allows(3, 0.0)
+    limited = SuiteOptions(5, 1, limit=90.0)
     assert limited.allows(0, 500.0), "the first repeat always runs"
     assert limited.allows(2, 60.0) and not limited.allows(2, 60.1), "the third would exceed the limit"
 

@@ -29,7 +29,7 @@ _NETWORK = "10.77.0"
 _INTERFACE = "eth"
 _OWN_USER = ("--user", "--map-root-user")  # for users who are not root, and containers without its rights
 _SECONDS = 10.0
-_RECEIVED, _SENT = 1, 9  # columns of /proc/PID/net/dev after its name, counted from 1
+_RECEIVED, _SENT = 0, 8  # columns of /proc/PID/net/dev after its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,5 +120,5 @@ def bytes_passed(machines: Machines, pid: int) -> int | None:
         name, _, figures = line.partition(":")
         if name.strip() == _INTERFACE:
             columns = figures.split()
-            return int(columns[_RECEIVED - 1]) + int(columns[_SENT - 1])
+            return int(columns[_RECEIVED]) + int(columns[_SENT])
     return None

@@ -161,12 +161,11 @@ def _blocks(demo: Demo) -> Iterator[Block]:
     )
     yield page_table("Result", _COLUMNS, reversed(sides), note=note, colours=(1, 0))
     seconds = min(_SHOWN, *(side.timeline.end for side in sides))
-    for colour, side in enumerate(sides):
+    note = f"The first {seconds:.1f} s of the last turn, both sides on one scale."
+    for colour, side in enumerate(sides):  # a span that reaches beyond the end is cut
+        shown = Timeline(tuple(replace(s, end=min(s.end, seconds)) for s in side.timeline.spans if s.start < seconds))
         ranks = tuple(f"rank {rank}" for rank in range(side.prediction.plan.world))
-        note = f"The first {seconds:.1f} s of the last turn, both sides on one scale."
-        shown = _until(side.timeline, seconds)
-        title = f"Timeline: {name_of(side)}"
-        yield Pipeline(title, shown, ranks, note=note, colour=colour, is_shown_whole=True)
+        yield Pipeline(f"Timeline: {name_of(side)}", shown, ranks, note=note, colour=colour, is_shown_whole=True)
     curves = []
     for side in sides:
         points = zip(side.seconds, side.accuracies, strict=True)
@@ -175,12 +174,12 @@ def _blocks(demo: Demo) -> Iterator[Block]:
     if demo.sweep:
         yield _sweep(demo)
     yield _setup(demo)
-    yield Listing("On two machines", _command(demo))
-
-
-def _until(timeline: Timeline, seconds: float) -> Timeline:
-    """The beginning of a timeline; a span that reaches beyond it is cut, so that both sides have one scale."""
-    return Timeline(tuple(replace(s, end=min(s.end, seconds)) for s in timeline.spans if s.start < seconds))
+    plan = demo.ours.prediction.plan
+    command = (
+        f"stagewright train --model {MODEL} --placement 0:0.1:0 --mode {plan.mode} --cut {','.join(plan.cuts)} "
+        f"--batch {BATCH} --microbatches {plan.microbatches} --nodes 10.0.0.1,10.0.0.2"
+    )
+    yield Listing("On two machines", command)
 
 
 def _sweep(demo: Demo) -> Table:
@@ -207,11 +206,3 @@ def _setup(demo: Demo) -> Table:
         *read_environment().rows(),
     )
     return Table("How it was measured", ("what", "value"), rows)
-
-
-def _command(demo: Demo) -> str:
-    plan = demo.ours.prediction.plan
-    return (
-        f"stagewright train --model {MODEL} --placement 0:0.1:0 --mode {plan.mode} --cut {','.join(plan.cuts)} "
-        f"--batch {BATCH} --microbatches {plan.microbatches} --nodes 10.0.0.1,10.0.0.2"
-    )

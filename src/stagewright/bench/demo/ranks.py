@@ -53,24 +53,22 @@ class Ranks:
     def __init__(self, name: str, runner: str, job: Path, folder: Path, places: Sequence[Where]) -> None:
         """`runner` is the class of a `process.Runner`, as module:Class."""
         folder.mkdir()
-        self.name, self._runner = name, runner
-        self._folder = folder
+        self.name, self._folder = name, folder
         self._children = Children()
         self._results: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
-        self._ranks = [self._start(job, rank, place) for rank, place in enumerate(places)]
+        self._ranks: list[subprocess.Popen[str]] = []
         self._trained = 0
-
-    def _start(self, job: Path, rank: int, place: Where) -> subprocess.Popen[str]:
-        module = [*place.command, sys.executable, "-m", "stagewright.bench.demo.process"]
-        process = self._children.start(
-            [*module, self._runner, str(job), str(rank), str(self._folder)],
-            place.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._folder / f"{rank}.err",
-        )
-        threading.Thread(target=_read_results, args=(process.stdout, rank, self._results), daemon=True).start()
-        return process
+        for rank, place in enumerate(places):
+            module = [*place.command, sys.executable, "-m", "stagewright.bench.demo.process"]
+            process = self._children.start(
+                [*module, runner, str(job), str(rank), str(folder)],
+                place.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=folder / f"{rank}.err",
+            )
+            threading.Thread(target=_read_results, args=(process.stdout, rank, self._results), daemon=True).start()
+            self._ranks.append(process)
 
     def __enter__(self) -> Ranks:
         return self
@@ -113,7 +111,9 @@ class Ranks:
             except queue.Empty:
                 raise UserError(f"{self.name}: a rank was not done within {timeout:g} s; give fewer --steps") from None
             if result is None:
-                raise UserError(f"{self.name} rank {rank} {self._fault(rank)}")
+                errors = (self._folder / f"{rank}.err").read_text(errors="replace").strip()
+                last = (errors.splitlines() or ["no message"])[-1]
+                raise UserError(f"{self.name} rank {rank} ended with code {self._ranks[rank].wait()}: {last}")
             found.append(json.loads(result))
         return found
 
@@ -133,11 +133,6 @@ class Ranks:
         loss = fmean(result["loss"] for result in results if result["loss"] is not None)
         cores = max(result["used"] for result in results) / seconds
         return Segment(seconds, loss, max(0.0, others / (seconds + _LEAD_SECONDS)), cores, tuple(results))
-
-    def _fault(self, rank: int) -> str:
-        """How a rank ended, and the last line of its errors."""
-        said = (self._folder / f"{rank}.err").read_text(errors="replace").strip().splitlines() or ["no message"]
-        return f"ended with code {self._ranks[rank].wait()}: {said[-1]}"
 
 
 def _read_results(lines: IO[str], rank: int, results: queue.SimpleQueue[tuple[int, str | None]]) -> None:
