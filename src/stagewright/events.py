@@ -366,7 +366,7 @@ def build(kind: type[_T], found: object) -> _T:
         found = {name: getattr(found, name) for name in hints}
     if not isinstance(found, dict):
         raise DecodeError(f"{kind.__name__} is {reprlib.repr(found)}")
-    for name in (*(required - found.keys()), *(found.keys() - hints.keys())):
+    for name in (*sorted(required - found.keys()), *sorted(found.keys() - hints.keys())):
         raise DecodeError(f"{kind.__name__} {'lacks' if name in required else 'has no field'} {reprlib.repr(name)}")
     values = {}
     for name, value in found.items():

@@ -37,22 +37,22 @@ class _Listing:
     key: Callable[[str], tuple[str, ...]] = lambda where: ("",)  # what else is in the name of the index
 
 
-def _below(listed: Callable[[Path], list[str]]) -> Callable[[str], tuple[Path, list[str]]]:
+def _below(kind: str, listed: Callable[[Path], list[str]]) -> Callable[[str], tuple[Path, list[str]]]:
     """What is listed in a folder."""
 
     def find(where: str) -> tuple[Path, list[str]]:
         if not Path(where).is_dir():
-            raise DataError(f"data {where}: no such folder")
+            raise DataError(f"data {kind}:{where}: no such folder")
         return Path(where), listed(Path(where))
 
     return find
 
 
 _LISTINGS = {
-    "folder": _Listing(_below(list_classes), scan_folder, FileRecords),
+    "folder": _Listing(_below("folder", list_classes), scan_folder, FileRecords),
     "tar": _Listing(list_shards, scan_shards, PartRecords, lambda where: (where,)),
-    "ofrecord": _Listing(_below(list_parts), scan_parts, PartRecords),
-    "segmentation": _Listing(_below(list_pairs), scan_pairs, PairRecords, lambda where: ()),
+    "ofrecord": _Listing(_below("ofrecord", list_parts), scan_parts, PartRecords),
+    "segmentation": _Listing(_below("segmentation", list_pairs), scan_pairs, PairRecords, lambda where: ()),
 }
 
 

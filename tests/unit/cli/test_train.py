@@ -267,8 +267,8 @@ REST = '"placement": "0:0", "cuts": [], "microbatches": 1, "versions": [1], "dep
     ("content", "words"),
     [
         ("{", ["not JSON"]),
-        ("{}", ["PlanFile lacks"]),
-        ('{"mode": "fast"}', ["PlanFile lacks"]),
+        ("{}", ["PlanFile lacks 'batch'"]),
+        ('{"mode": "fast"}', ["PlanFile lacks 'batch'"]),
         (f'{{"mode": "x", "batch": 8, {REST}}}', ["unknown mode 'x'"]),
         (f'{{"mode": "dp", "batch": "8", {REST}}}', ["batch", "is not int"]),
         (f'{{"mode": "dp", "batch": -8, {REST}}}', ["-8"]),

@@ -140,7 +140,7 @@ def test_an_empty_part_is_allowed_and_an_empty_folder_is_not(tmp_path: Path) -> 
     (tmp_path / "b").mkdir()
     with pytest.raises(DataError, match="no OFRecord parts"):
         open_records(f"ofrecord:{tmp_path / 'b'}")
-    with pytest.raises(DataError, match="no such folder"):
+    with pytest.raises(DataError, match=r"data ofrecord:.*: no such folder"):
         open_records(f"ofrecord:{tmp_path / 'c'}")
 
 
