@@ -224,10 +224,10 @@ def _run_all(
                 _note_home(homes, name, step.stage)
         if training:
             step.backward()
-            for name, parameter in step.module.named_parameters(remove_duplicate=False):
+            for name, parameter in step.module.named_parameters(remove_duplicate=False):  # under each of its names
                 if parameter.grad is not None:
-                    parameter.grad = None
                     homes.setdefault(name, set()).add(step.stage)
+            step.module.zero_grad()
     return counts
 
 
