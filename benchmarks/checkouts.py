@@ -12,19 +12,18 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from benchmarks.outcome import Outcome, Ratio, new_outcome, ratio_of
-from stagewright.bench.result import Row, measured_row
+from benchmarks.outcome import Outcome, compared, in_turns, new_outcome
+from benchmarks.timed_command import Printed, run_command, stagewright
+from stagewright.bench.result import measured_row
 from stagewright.errors import RunFailed, UserError
 from stagewright.voice import Voice
 
@@ -77,26 +76,26 @@ class Drawn:
 
 def measure(before: Path, repeats: int | None, only: str | None, voice: Voice) -> Outcome:
     """Time every command of both checkouts in turns; a ratio above 1 says that this one is faster."""
-    rows: list[Row] = []
-    ratios: list[Ratio] = []
-    for group, commands, is_speed in (("seconds", SECONDS, False), ("images per second", SPEEDS, True)):
-        for name, words in commands.items():
-            if only and only not in name:
-                continue
-            found: dict[Path, list[float]] = {AFTER: [], before: []}
-            for number in range(repeats or REPEATS):
-                voice.progress(f"{name}, turn {number + 1} of {repeats or REPEATS}")
-                for checkout, values in found.items():
-                    seconds, printed = _timed(checkout, words)
-                    values.append(json.loads(printed)["images_per_second"] if is_speed else 1 / seconds)
-            ours = measured_row(f"{group}: {name}", "after", found[AFTER])
-            theirs = measured_row(f"{group}: {name}", "before", found[before])
-            rows += [ours, theirs]
-            ratios.append(ratio_of(ours, theirs))
+    repeats, pairs = repeats or REPEATS, []
+    work = [("seconds", *one, _starts) for one in SECONDS.items()]
+    work += [("images per second", *one, _speed) for one in SPEEDS.items()]
+    for group, name, words, rate in work:
+        if only is None or only in name:
+            sides = {side: partial(rate, place, words) for side, place in (("after", AFTER), ("before", before))}
+            found = in_turns(sides, repeats, voice, name)
+            ours, theirs = (measured_row(f"{group}: {name}", side, rates) for side, rates in found.items())
+            pairs.append((ours, theirs, None))
     title = "This checkout beside another one (of whole commands: commands per second)"
-    return new_outcome(
-        "checkouts", title, repeats or REPEATS, unit="per second", rows=tuple(rows), ratios=tuple(ratios)
-    )
+    return new_outcome("checkouts", title, repeats, unit="per second", **compared(*pairs))
+
+
+def _starts(checkout: Path, words: str) -> float:
+    """How often a whole command could run in a second."""
+    return 1 / _run(checkout, words).seconds
+
+
+def _speed(checkout: Path, words: str) -> float:
+    return float(json.loads(_run(checkout, words).last)["images_per_second"])
 
 
 def compare_bits(before: Path, seed: int, device: str, voice: Voice) -> Iterator[Drawn]:
@@ -134,7 +133,7 @@ def draw(seed: int, device: str, tokens: Path) -> Iterator[str]:
 
 def _trained(checkout: Path, options: str, runs: Path) -> tuple[dict[str, str], str]:
     try:
-        _timed(checkout, f"train {options} --emulate --runs {runs} --checkpoint-every 5 --monitor-every 0")
+        _run(checkout, f"train {options} --emulate --runs {runs} --checkpoint-every 5 --monitor-every 0")
     except RunFailed as error:
         return {}, str(error)
     return dict(_hashes(runs)), ""
@@ -149,18 +148,10 @@ def _hashes(runs: Path) -> Iterator[tuple[str, str]]:
                 yield f"{path.name}: {name}", data.numpy().tobytes().hex()
 
 
-def _timed(checkout: Path, words: str) -> tuple[float, str]:
-    """The seconds that a command takes in a checkout, and what it prints."""
+def _run(checkout: Path, words: str) -> Printed:
+    """Run a command in a checkout."""
     if not (checkout / "src" / "stagewright").is_dir():
         raise UserError(f"{checkout} has no src/stagewright; give the folder of a checkout")
+    path = {"PYTHONPATH": f"{checkout / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "PYTHONPATH": f"{checkout / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
-        begun = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-m", "stagewright", *words.split()],
-            env=environment, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        )  # fmt: skip
-        seconds = time.monotonic() - begun
-    if done.returncode:
-        raise RunFailed(f"{checkout}: stagewright {words} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
-    return seconds, done.stdout
+        return run_command(stagewright(*words.split()), path, Path(folder))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -22,6 +22,10 @@ from stagewright.report.columns import Column, page_table, used
 from stagewright.report.live.terminal import print_table, say
 from stagewright.report.page import Block, Page, Table
 from stagewright.report.words import upper_first
+from stagewright.voice import SILENT, Voice
+
+Key = TypeVar("Key")
+Found = TypeVar("Found")
 
 _MET = {True: "yes", False: "no", None: "not known"}
 _MOST_RATIOS = 3  # that a summary begins with
@@ -85,6 +89,27 @@ class Outcome(result.Outcome):
     ratios: tuple[Ratio, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)  # whatever else was measured, by its name and unit
     tables: tuple[Table, ...] = ()  # whatever is neither
+
+
+def in_turns(
+    sides: Mapping[Key, Callable[[], Found]], repeats: int, voice: Voice = SILENT, about: str = ""
+) -> dict[Key, list[Found]]:
+    """What each side gives in each repeat. Background load meets all; every other repeat goes through them backwards,
+    so that no side always follows the same other one.
+    """
+    found: dict[Key, list[Found]] = {side: [] for side in sides}
+    for number in range(repeats):
+        for side in sides if number % 2 == 0 else reversed(list(sides)):
+            name = ", ".join(side) if isinstance(side, tuple) else side
+            voice.progress(f"{about}{': ' if about else ''}turn {number + 1} of {repeats}, {name}")
+            found[side].append(sides[side]())
+    return found
+
+
+def compared(*pairs: tuple[Row, Row, Goal | None]) -> dict[str, Any]:
+    """The rows and ratios of an outcome that compares pairs."""
+    rows = tuple(row for ours, theirs, _ in pairs for row in (ours, theirs))
+    return {"rows": rows, "ratios": tuple(ratio_of(*pair) for pair in pairs)}
 
 
 def new_outcome(suite: str, title: str, repeats: int, steps: int = 0, **found: Any) -> Outcome:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from subprocess import PIPE
 
 from stagewright.errors import RunFailed
 
@@ -32,13 +35,20 @@ class Printed:
         return next((at for at, line in self.lines if pattern.search(line)), None)
 
 
-def run_command(command: Sequence[str], environment: Mapping[str, str]) -> Printed:
+def stagewright(*words: str) -> list[str]:
+    """A command of Stagewright in this Python."""
+    return [sys.executable, "-m", "stagewright", *words]
+
+
+def run_command(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, folder: Path | None = None
+) -> Printed:
     """Run a command to its end with these variables as well; RunFailed with its last line where it fails."""
-    variables = {**os.environ, **environment, "PYTHONUNBUFFERED": "1"}
+    variables = {**os.environ, **(environment or {}), "PYTHONUNBUFFERED": "1"}
     began, lines = time.monotonic(), list[tuple[float, str]]()
     with (
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        subprocess.Popen(command, env=variables, cwd=folder, stdout=PIPE, stderr=errors, text=True) as process,
     ):
         assert process.stdout is not None
         try:

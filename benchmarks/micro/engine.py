@@ -6,17 +6,19 @@ The script is this module: `python -m benchmarks.micro.engine OPTIONS` trains by
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import stagewright
-from benchmarks.outcome import Outcome, new_outcome, ratio_of
+from benchmarks.outcome import Outcome, compared, in_turns, new_outcome
+from benchmarks.timed_command import run_command
 from stagewright.bench.result import measured_row
 from stagewright.config.toml import FIXED, make_config
 from stagewright.model.load import build_model
@@ -26,6 +28,7 @@ from stagewright.voice import Voice
 _REPEATS = 7
 _STEPS = 60
 _GOAL = 0.97
+_RUN = {"unproven": True, "monitor_every": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,87 +38,61 @@ class Case:
     model: str
     image: int
     batch: int
-    microbatches: int
-    placement: str
-    mode: str
-    options: tuple[tuple[str, Any], ...] = ()
+    plan: Mapping[str, Any]
+    run: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return f"{self.mode} {self.placement}, M {self.microbatches}"
+        return "{0}, {mode} {placement}, M {microbatches}".format(self.model, **self.plan)
+
+    @property
+    def data(self) -> dict[str, int]:
+        return {"image": self.image, "samples": _STEPS * self.batch}
 
 
-_GPU = (("device", "cuda"), ("precision", "bf16"))
+_ALONE = {"placement": "0:0", "mode": "dp", "microbatches": 1}
+_STALE = {"placement": "0:0.0:1", "mode": "stale", "microbatches": 4}
+_GPU = {"device": "cuda", "precision": "bf16"}
 _CASES = {
-    "cpu": (
-        Case("vgg-small", 32, 64, 1, "0:0", "dp"),
-        Case("vgg-small", 32, 64, 4, "0:0.0:1", "stale"),
-    ),
+    "cpu": (Case("vgg-small", 32, 64, _ALONE), Case("vgg-small", 32, 64, _STALE)),
     "cuda": (
-        Case("resnet50", 224, 128, 1, "0:0", "dp", _GPU),
-        Case("vgg16", 224, 128, 4, "0:0-2.0:3", "stale", (*_GPU, ("share_gpu", True))),
+        Case("resnet50", 224, 128, _ALONE, _GPU),
+        Case("vgg16", 224, 128, _STALE | {"placement": "0:0-2.0:3"}, _GPU | {"share_gpu": True}),
     ),
 }
 
 
 def measure(voice: Voice) -> Outcome:
-    """Run both in turns, so that background load meets both."""
+    """Run both in turns."""
     cases = _CASES["cuda" if torch.cuda.is_available() else "cpu"]
-    rates: dict[tuple[Case, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(_REPEATS):
-            for case in cases:
-                for side in ("engine", "train") if number % 2 else ("train", "engine"):
-                    voice.progress(f"repeat {number + 1} of {_REPEATS}: {case.model}, {case.name}, {side}")
-                    rate = _by_command(case, folder) if side == "train" else _by_script(case, folder)
-                    rates.setdefault((case, side), []).append(rate)
-    rows, ratios = [], []
-    for case in cases:
-        ours = measured_row(case.model, case.name, rates[case, "engine"], data="engine")
-        theirs = measured_row(case.model, case.name, rates[case, "train"], data="train")
-        rows += [ours, theirs]
-        found = replace(ratio_of(ours, theirs), ours=f"engine, {case.name}", theirs="train")
-        ratios.append(found)
-    return new_outcome(
-        "engine",
-        f"A script's own loop over stagewright train (goal {_GOAL})",
-        _REPEATS,
-        _STEPS,
-        rows=tuple(rows),
-        ratios=tuple(ratios),
-    )
+        sides = {
+            (case.name, side): partial(rate, case, folder)
+            for case in cases
+            for side, rate in (("engine", _by_script), ("train", _by_command))
+        }
+        rates = in_turns(sides, _REPEATS, voice)
+    rows = {(group, side): measured_row(group, side, found) for (group, side), found in rates.items()}
+    pairs = [(rows[case.name, "engine"], rows[case.name, "train"], None) for case in cases]
+    title = f"A script's own loop over stagewright train (goal {_GOAL})"
+    return new_outcome("engine", title, _REPEATS, _STEPS, **compared(*pairs))
 
 
 def _by_command(case: Case, folder: str) -> float:
     tables: dict[str, dict[str, Any]] = {
         "model": {"name": case.model},
-        "data": {"image": case.image, "samples": _STEPS * case.batch},
-        "plan": {
-            "placement": case.placement,
-            "mode": case.mode,
-            "batch": case.batch,
-            "microbatches": case.microbatches,
-        },
+        "data": case.data,
+        "plan": {**case.plan, "batch": case.batch},
         "optimizer": {"lr": 0.01, "momentum": 0.9},
-        "run": {"steps": _STEPS, "runs": folder, "unproven": True, "monitor_every": 0.0, **dict(case.options)},
+        "run": {**_RUN, "steps": _STEPS, "runs": folder, **case.run},
     }
     return float(run(make_config(FIXED, tables, given=())).summary["images_per_second"])
 
 
 def _by_script(case: Case, folder: str) -> float:
-    options = {
-        "placement": case.placement,
-        "mode": case.mode,
-        "microbatches": case.microbatches,
-        "runs": folder,
-        "samples": _STEPS * case.batch,
-        "image": case.image,
-        "unproven": True,
-        "monitor_every": 0.0,
-        **dict(case.options),
-    }
+    options = {**case.plan, **case.data, **_RUN, "runs": folder, **case.run}
     given = json.dumps({"model": case.model, "batch": case.batch, "options": options})
-    subprocess.run([sys.executable, "-m", "benchmarks.micro.engine", given], check=True, capture_output=True)
+    run_command([sys.executable, "-m", "benchmarks.micro.engine", given])
     newest = max(Path(folder).glob("*/summary.json"), key=lambda path: path.stat().st_mtime)
     return float(json.loads(newest.read_text())["images_per_second"])
 

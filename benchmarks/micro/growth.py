@@ -14,12 +14,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 from torch import nn
 
-from benchmarks.outcome import Goal, Outcome, Ratio, at_most, new_outcome, ratio_of
+from benchmarks.outcome import Goal, Outcome, Ratio, at_most, in_turns, new_outcome, ratio_of
 from stagewright.bench.result import Repeat, Row, measured_row
 from stagewright.config.toml import FIXED, make_config
 from stagewright.errors import counted
@@ -57,6 +58,9 @@ class Shape:
     placement: str
     mode: str
     microbatches: int
+
+    def __str__(self) -> str:
+        return f"{self.group}, {self.name}"
 
     @property
     def cut(self) -> str | None:
@@ -96,33 +100,27 @@ SERIES = (
 
 def measure(voice: Voice) -> Outcome:
     """Train every shape in turns; rows are the MiB of its fullest rank, ratios the last shape over the first."""
-    shapes = [shape for series in SERIES for shape in series.shapes]
-    found: dict[Shape, list[Used]] = {shape: [] for shape in shapes}
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
-        for number in range(REPEATS):
-            for shape in shapes:
-                voice.progress(f"repeat {number + 1} of {REPEATS}: {shape.group}, {shape.name}")
-                found[shape].append(usage_of(train(shape, folder)))
-    return make_outcome(found)
+        shapes = [shape for series in SERIES for shape in series.shapes]
+        return make_outcome(in_turns({shape: partial(_turn, shape, folder) for shape in shapes}, REPEATS, voice))
+
+
+def _turn(shape: Shape, folder: str) -> Used:
+    return usage_of(train(shape, folder))
 
 
 def train(shape: Shape, folder: str) -> Result:
     """A run of a shape, as `train` runs it."""
     batch = shape.microbatches * _SAMPLES
-    plan: dict[str, Any] = {"placement": shape.placement, "mode": shape.mode, "batch": batch}
-    plan |= {"microbatches": shape.microbatches, **({"cut": shape.cut} if shape.cut else {})}
-    return run(
-        make_config(
-            FIXED,
-            {
-                "model": {"name": _MODEL, "classes": 10},
-                "data": {"image": _SIDE, "samples": batch},
-                "plan": plan,
-                "optimizer": {"lr": 0.001, "momentum": 0.9},
-                "run": {"epochs": _BATCHES, "runs": folder, "unproven": True, "monitor_every": 0.1},
-            },
-        )
-    )
+    plan = {"placement": shape.placement, "mode": shape.mode, "batch": batch, "microbatches": shape.microbatches}
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"name": _MODEL, "classes": 10},
+        "data": {"image": _SIDE, "samples": batch},
+        "plan": plan | ({"cut": shape.cut} if shape.cut else {}),
+        "optimizer": {"lr": 0.001, "momentum": 0.9},
+        "run": {"epochs": _BATCHES, "runs": folder, "unproven": True, "monitor_every": 0.1},
+    }
+    return run(make_config(FIXED, tables))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +160,8 @@ def make_outcome(found: Mapping[Shape, Sequence[Used]]) -> Outcome:
         own = [_row(shape, found[shape]) for shape in series.shapes]
         rows += own
         ratios.append(ratio_of(own[-1], own[0], series.goal))
-    return new_outcome(
-        "growth",
-        "Memory of the fullest rank as microbatches, stages and ranks are doubled",
-        REPEATS,
-        _BATCHES,
-        unit="MiB",
-        rows=tuple(rows),
-        ratios=tuple(ratios),
-    )
+    title = "Memory of the fullest rank as microbatches, stages and ranks are doubled"
+    return new_outcome("growth", title, REPEATS, _BATCHES, unit="MiB", rows=tuple(rows), ratios=tuple(ratios))
 
 
 def _row(shape: Shape, used: Sequence[Used]) -> Row:

@@ -40,11 +40,6 @@ class Segments:
         self._segment = segment
         self._voice = voice
         self._began: Step | None = None
-        self._monitor: Monitor | None = None
-
-    @property
-    def _is_watched(self) -> bool:
-        return self._done % 4 in (0, 3)
 
     @property
     def _done(self) -> int:
@@ -53,28 +48,19 @@ class Segments:
     def receive(self, record: Record) -> None:
         if not isinstance(record, Step) or record.batch < _WARMUP or self._done == 4 * ROUNDS:
             return
+        is_watched = self._done % 4 in (0, 3)
         if self._began is None:
-            self._begin(record)
+            self._voice.progress(f"segment {self._done + 1} of {4 * ROUNDS}")
+            self._began = record
+            if is_watched:
+                self.monitors.append(make_monitor(self._job, lambda use: None, Voice(warn=self._voice.progress)))
+                self.monitors[-1].start()
         elif record.batch - self._began.batch == self._segment:
-            self._end(record)
-
-    def _begin(self, step: Step) -> None:
-        self._voice.progress(f"segment {self._done + 1} of {4 * ROUNDS}")
-        self._began = step
-        if self._is_watched:
-            self._monitor = make_monitor(self._job, lambda use: None, Voice(warn=self._voice.progress))
-            self._monitor.start()
-
-    def _end(self, step: Step) -> None:
-        assert self._began is not None
-        seconds = step.seconds - self._began.seconds
-        speeds = self.watched if self._is_watched else self.alone
-        if self._monitor is not None:
-            self._monitor.stop()
-            self.monitors.append(self._monitor)
-            self._monitor = None
-        speeds.append(self._segment * self._job.plan.batch / seconds)
-        self._began = None
+            if is_watched:
+                self.monitors[-1].stop()
+            seconds = record.seconds - self._began.seconds
+            (self.watched if is_watched else self.alone).append(self._segment * self._job.plan.batch / seconds)
+            self._began = None
 
 
 def measure(voice: Voice) -> Outcome:

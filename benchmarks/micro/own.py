@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from benchmarks.outcome import Outcome, new_outcome, ratio_of
+from benchmarks.outcome import Outcome, compared, in_turns, new_outcome
+from benchmarks.timed_command import run_command, stagewright
 from stagewright.bench.result import measured_row
 from stagewright.config.toml import FIXED, make_config
 from stagewright.run.train import run
@@ -25,58 +22,38 @@ _STEPS = 20
 
 
 def measure(voice: Voice) -> Outcome:
-    """Profile each model and run each of its plans, in turns, so that background load meets both."""
-    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    """Profile each model and run each of its plans, in turns; ratios are of the prediction over the measurement."""
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(_REPEATS):
-            for model, image, batch in _MODELS:
-                voice.progress(f"repeat {number + 1} of {_REPEATS}: profiling {model}")
-                file = str(Path(folder) / f"{model}.json")
-                _profile(model, image, batch, file)
-                for mode, placement, microbatches in _PLANS:
-                    voice.progress(f"repeat {number + 1} of {_REPEATS}: {model}, {mode} {placement}")
-                    pair = _run(model, image, batch, mode, placement, microbatches, file, folder)
-                    found.setdefault((model, f"{mode} {placement}, M {microbatches}"), []).append(pair)
-    return make_outcome(found)
+        found = in_turns({about[0]: partial(_turn, *about, folder) for about in _MODELS}, _REPEATS, voice)
+    pairs = []
+    for model, turns in found.items():
+        for plan in turns[0]:
+            predicted, measured = (
+                measured_row(f"{model}, {plan}", side, [turn[plan][at] for turn in turns])
+                for at, side in enumerate(("predicted", "measured"))
+            )
+            pairs.append((predicted, measured, None))
+    outcome = compared(*pairs)
+    error = statistics.median(abs(ratio.ratio.value - 1) for ratio in outcome["ratios"])
+    title, figures = "Predicted over measured on this machine", {"median error, %": 100 * error}
+    return new_outcome("own", title, _REPEATS, _STEPS, figures=figures, **outcome)
 
 
-def _profile(model: str, image: int, batch: int, file: str) -> None:
-    """Profile in a separate process, just as ranks run in separate processes."""
-    sizes = sorted({batch // microbatches for _, _, microbatches in _PLANS})
-    command = [sys.executable, "-m", "stagewright", "profile", model, "--together", "2", "-o", file]
-    command += ["--image", str(image), "--classes", str(_CLASSES), "--samples", ",".join(map(str, sizes))]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-
-def _run(
-    model: str, image: int, batch: int, mode: str, placement: str, microbatches: int, file: str, folder: str
-) -> tuple[float, float]:
-    """Images per second of one run, predicted and measured."""
-    tables: dict[str, dict[str, Any]] = {
-        "model": {"name": model, "classes": _CLASSES},
-        "data": {"image": image, "samples": 256},
-        "plan": {"mode": mode, "placement": placement, "batch": batch, "microbatches": microbatches, "profile": file},
-        "run": {"steps": _STEPS, "runs": folder},
-    }
-    summary = run(make_config(FIXED, tables)).summary
-    return summary["predicted_images_per_second"], summary["images_per_second"]
-
-
-def make_outcome(found: Mapping[tuple[str, str], Sequence[tuple[float, float]]]) -> Outcome:
-    """The prediction over the measurement, for every plan of every model."""
-    rows, ratios = [], []
-    for (model, plan), pairs in found.items():
-        predicted = measured_row(model, plan, [pair[0] for pair in pairs], data="predicted")
-        measured = measured_row(model, plan, [pair[1] for pair in pairs], data="measured")
-        rows += [predicted, measured]
-        ratios.append(replace(ratio_of(predicted, measured), ours=plan, theirs="measured"))
-    error = statistics.median(abs(ratio.ratio.value - 1) for ratio in ratios)
-    return new_outcome(
-        "own",
-        "Predicted over measured on this machine",
-        _REPEATS,
-        _STEPS,
-        rows=tuple(rows),
-        ratios=tuple(ratios),
-        figures={"median error, %": 100 * error},
-    )
+def _turn(model: str, image: int, batch: int, folder: str) -> dict[str, tuple[float, float]]:
+    """Images per second of each plan, predicted and measured; profiled in a process of its own, as ranks run."""
+    file, sizes = f"{folder}/{model}.json", sorted({batch // number for _, _, number in _PLANS})
+    options = f"--together 2 --image {image} --classes {_CLASSES} --samples {','.join(map(str, sizes))}"
+    run_command(stagewright("profile", model, "-o", file, *options.split()))
+    found = {}
+    for mode, placement, microbatches in _PLANS:
+        plan = {"mode": mode, "placement": placement, "batch": batch, "microbatches": microbatches, "profile": file}
+        tables: dict[str, dict[str, Any]] = {
+            "model": {"name": model, "classes": _CLASSES},
+            "data": {"image": image, "samples": 256},
+            "plan": plan,
+            "run": {"steps": _STEPS, "runs": folder},
+        }
+        summary = run(make_config(FIXED, tables)).summary
+        rates = summary["predicted_images_per_second"], summary["images_per_second"]
+        found[f"{mode} {placement}, M {microbatches}"] = rates
+    return found

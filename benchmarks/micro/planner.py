@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 from benchmarks.outcome import Outcome, new_outcome
+from benchmarks.timed_command import stagewright
 from stagewright.bench.result import Row, measured_row
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.topology import Cluster, Device, Level, Machine
@@ -48,17 +48,15 @@ def machines_cluster(machines: int, each: int) -> Cluster:
 
 def measure(voice: Voice) -> Outcome:
     """Time every size once: the command `plan` whole, and the search and the simulator alone."""
-    rows = []
     sizes = ((2, 5.0), (4, None), (8, None), (16, 15.0), (32, None), (64, None), (128, 60.0), (1024, None))
-    for machines, goal in sizes:
-        rows.append(_plan("resnet50", machines, 8, goal, voice))
-    for devices, goal in ((16, 0.1), (32, None), (64, None)):
-        rows.append(_search("resnet50", flat_cluster(devices), goal, voice))
-    for machines, goal in ((2, 2.0), (8, None), (32, None), (128, 20.0)):
-        rows.append(_search("resnet152", machines_cluster(machines, 8), goal, voice))
-    for replicas, microbatches, goal in ((32, 64, None), (64, 128, None), (128, 256, 30.0)):
-        rows.append(_simulation(8, replicas, microbatches, 20, goal, voice))
-    return new_outcome("planner", "Seconds of plan, the search and the simulator", 1, unit="s", rows=tuple(rows))
+    flat, joined = ((16, 0.1), (32, None), (64, None)), ((2, 2.0), (8, None), (32, None), (128, 20.0))
+    rows = (
+        *(_plan("resnet50", machines, 8, goal, voice) for machines, goal in sizes),
+        *(_search("resnet50", flat_cluster(devices), goal, voice) for devices, goal in flat),
+        *(_search("resnet152", machines_cluster(machines, 8), goal, voice) for machines, goal in joined),
+        *(_simulation(8, replicas, goal, voice) for replicas, goal in ((32, None), (64, None), (128, 30.0))),
+    )
+    return new_outcome("planner", "Seconds of plan, the search and the simulator", 1, unit="s", rows=rows)
 
 
 def _plan(model: str, machines: int, each: int, goal: float | None, voice: Voice) -> Row:
@@ -67,17 +65,17 @@ def _plan(model: str, machines: int, each: int, goal: float | None, voice: Voice
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.toml"
         file.write_text(_CLUSTER.format(machines=machines, each=each))
-        batch = _SAMPLES * machines * each
-        command = [sys.executable, "-m", "stagewright", "plan", model, "--cluster", str(file), "--batch", str(batch)]
-        with (Path(folder) / "out").open("w") as out:
-            begun = time.perf_counter()
-            child = subprocess.Popen([*command, "--json"], stdout=out)
+        options = f"--cluster {file} --batch {_SAMPLES * machines * each} --json"
+        begun = time.perf_counter()
+        with subprocess.Popen(stagewright("plan", model, *options.split()), stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            printed = child.stdout.read()
             _, status, used = os.wait4(child.pid, 0)
-            seconds = time.perf_counter() - begun
-        child.returncode = os.waitstatus_to_exitcode(status)
-        found = json.loads((Path(folder) / "out").read_text()) if child.returncode == 0 else None
-    if found is None:
+            child.returncode = os.waitstatus_to_exitcode(status)
+        seconds = time.perf_counter() - begun
+    if child.returncode:
         return Row(f"plan {model}", f"{machines}x{each}", kind="failed", reason=f"exit code {child.returncode}")
+    found = json.loads(printed)
     best = found["candidates"][found["best"]]["plan"]
     result = f"{best['mode']}, {len(best['versions'])} stages; {used.ru_maxrss / 1024:,.0f} MiB"
     return _row(f"plan {model}", f"{machines}x{each}", seconds, goal, result)
@@ -96,7 +94,8 @@ def _search(model: str, cluster: Cluster, goal: float | None, voice: Voice) -> R
     return _row(f"search {model}", cluster.name, seconds, goal, shape if len(shape) < 20 else f"{shape[:17]}...")
 
 
-def _simulation(stages: int, replicas: int, microbatches: int, batches: int, goal: float | None, voice: Voice) -> Row:
+def _simulation(stages: int, replicas: int, goal: float | None, voice: Voice) -> Row:
+    microbatches, batches = 2 * replicas, 20
     size = f"{stages} stages x {replicas}, M {microbatches}"
     voice.progress(f"simulating {size}")
     placement = tuple(

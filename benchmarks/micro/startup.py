@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.outcome import Outcome, new_outcome
-from benchmarks.timed_command import Printed, ended, run_command
+from benchmarks.outcome import Outcome, in_turns, new_outcome
+from benchmarks.timed_command import Printed, ended, run_command, stagewright
 from stagewright.bench.result import measured_row
 from stagewright.errors import RunFailed
 from stagewright.voice import Voice
@@ -35,15 +35,14 @@ _IN_ALL, _TORCH = "in all", "import torch alone"
 
 def measure(voice: Voice) -> Outcome:
     """Train and import torch in turns, each time in a fresh process."""
-    found: dict[str, list[float]] = {name: [] for name in (*PARTS, _IN_ALL, _TORCH)}
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
-        command = [sys.executable, "-m", "stagewright", "train", *OPTIONS.split(), "--runs", str(Path(folder, "runs"))]
-        for number in range(REPEATS):
-            voice.progress(f"repeat {number + 1} of {REPEATS}")
-            for name, seconds in split(command, run_command(command, {})).items():
-                found[name].append(seconds)
-            found[_TORCH].append(run_command([sys.executable, "-c", "import torch"], {}).seconds)
-    return make_outcome(found)
+        command = stagewright("train", *OPTIONS.split(), "--runs", str(Path(folder, "runs")))
+        sides = {
+            "train": lambda: split(command, run_command(command)),
+            _TORCH: lambda: {_TORCH: run_command([sys.executable, "-c", "import torch"]).seconds},
+        }
+        found = in_turns(sides, REPEATS, voice)
+    return make_outcome({name: [turn[name] for turn in turns] for turns in found.values() for name in turns[0]})
 
 
 def split(command: Sequence[str], printed: Printed) -> dict[str, float]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -43,9 +42,8 @@ class Side:
     precision: str | None = None  # in place of the workload's
     placement: str | None = None  # in place of the workload's
 
-    def world(self, workload: Workload) -> int:
-        """How many ranks it has."""
-        return workload.world if self.placement is None else num_ranks(self.placement)
+    def __str__(self) -> str:
+        return self.name
 
 
 def num_ranks(placement: str) -> int:
@@ -82,10 +80,6 @@ class Workload:
     depths: str | None = None
 
     @property
-    def world(self) -> int:
-        return num_ranks(self.placement)
-
-    @property
     def is_text(self) -> bool:
         """Whether a sample is a sequence of tokens, of which there are as many as classes."""
         return self.model in ZOO and ZOO[self.model].tokens is not None
@@ -96,7 +90,7 @@ class Workload:
         samples = self.batch // self.microbatches
         setting = "" if self.setting.device == "cpu" else f", {self.setting}"
         model = self.model.rpartition(":")[2].replace("_", " ") if ":" in self.model else self.model
-        on = f"rank{'' if self.world == 1 else 's'} {ranks}"
+        on = f"rank{'' if num_ranks(self.placement) == 1 else 's'} {ranks}"
         microbatches = f"{counted(self.microbatches, 'microbatch', 'es')} of {samples}"
         return f"{model}{cut} on {on}, {microbatches}{setting}"
 
@@ -109,10 +103,6 @@ class Pairing:
     theirs: Side
     goal: Goal
 
-    @property
-    def sides(self) -> tuple[Side, Side]:
-        return (self.ours, self.theirs)
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -124,15 +114,7 @@ class Case:
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        return tuple(dict.fromkeys(side for pairing in self.pairings for side in pairing.sides))
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """The figure that is computed from the seconds of a segment."""
-
-    unit: str
-    of: Callable[[Workload, int, float], float]  # workload, steps, seconds
+        return tuple(dict.fromkeys(side for pairing in self.pairings for side in (pairing.ours, pairing.theirs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +123,12 @@ class PeerSuite:
 
     name: str
     title: str
-    measure: Measure
     cases: tuple[Case, ...]
     pairs: tuple[CommandPair, ...] = ()  # of whole commands
+    unit: str = "images/s"
 
 
-_MICROSECONDS = Measure(
-    "microseconds/microbatch", lambda workload, steps, seconds: seconds / (steps * workload.microbatches) * 1e6
-)
-_SAMPLES_PER_SECOND = Measure("samples/s", lambda workload, steps, seconds: steps * workload.batch / seconds)
-IMAGES = Measure("images/s", lambda workload, steps, seconds: steps * workload.batch / seconds)
+MICROSECONDS = "microseconds/microbatch"
 _SYNC = Side("sync", Kind.STAGEWRIGHT, "sync")
 _STALE = Side("stale", Kind.STAGEWRIGHT, "stale")
 _DP = Side("dp", Kind.STAGEWRIGHT, "dp")
@@ -196,14 +174,11 @@ def _parallel_on_gpu(model: str) -> Case:
 
 def _resnet_on_gpu() -> Case:
     """One compiled rank, where Stagewright's runtime should cost nothing."""
-    pairings = [
-        Pairing(
-            Side(precision, Kind.STAGEWRIGHT, "dp", precision=precision),
-            Side(f"torch {precision}", Kind.STOCK, "dp", precision=precision),
-            not_slower(),
-        )
-        for precision in ("fp16", "bf16")
-    ]
+    pairings = []
+    for precision in ("fp16", "bf16"):
+        ours = replace(_ONE_STAGE, name=precision, precision=precision)
+        theirs = replace(_COMPILED_LOOP, name=f"torch {precision}", precision=precision)
+        pairings.append(Pairing(ours, theirs, not_slower()))
     workload = Workload("resnet50", "0:0", 256, 1, _PHOTO, 1000, setting=Execution("cuda", "half", is_compiled=True))
     return Case(workload, 40, tuple(pairings))
 
@@ -221,25 +196,26 @@ def _transformer(model: str, batch: int, shape: tuple[int, ...], classes: int) -
     return Case(workload, 20, pairings)
 
 
-_TRANSFORMERS = PeerSuite(
-    "transformers",
-    "Transformers in one stage and in two, beside a compiled loop, on one GPU",
-    _SAMPLES_PER_SECOND,
-    (_transformer("gpt2", 16, (1024,), 50257), _transformer("vit_b_16", 128, _PHOTO, 1000)),
+_OVERHEAD = PeerSuite(
+    "overhead",
+    "The cost of a microbatch with next to nothing to compute",
+    (Case(_NEAR_EMPTY, 20, (Pairing(_SYNC, _ONE_F_ONE_B, at_most(0.5)),)),),
+    unit=MICROSECONDS,
+)
+_PEERS = PeerSuite(
+    "peers",
+    "Stagewright and stock PyTorch on this machine's cores",
+    (*map(_small_vgg, (2, 4, 8)), Case(_SMALL_VGG_WHOLE, 16, (Pairing(_DP, _DDP, not_slower()),))),
 )
 _GPU = PeerSuite(
     "gpu",
     "Stagewright and stock PyTorch on one GPU",
-    IMAGES,
     (
-        _vgg_on_gpu("bf16", 6.0, 0.95),
-        _vgg_on_gpu("fp32", 3.2, 0.95),
-        *map(_parallel_on_gpu, ("resnet50", "vit_b_16")),
-        _resnet_on_gpu(),
+        *(_vgg_on_gpu("bf16", 6.0, 0.95), _vgg_on_gpu("fp32", 3.2, 0.95)),
+        *(_parallel_on_gpu("resnet50"), _parallel_on_gpu("vit_b_16"), _resnet_on_gpu()),
     ),
     (
-        CommandPair("resnet50", 256, "bf16"),
-        CommandPair("vgg16", 256, "bf16"),
+        *(CommandPair(model, 256, "bf16") for model in ("resnet50", "vgg16")),
         CommandPair("alexnet", 2048, "bf16"),
         CommandPair("vit_b_16", 128, "bf16"),
         CommandPair("resnet50", 256, "fp16"),
@@ -247,28 +223,13 @@ _GPU = PeerSuite(
         CommandPair("resnet50", 256, "bf16", from_files=True),
     ),
 )
-SUITES = {
-    suite.name: suite
-    for suite in (
-        PeerSuite(
-            "overhead",
-            "The cost of a microbatch with next to nothing to compute",
-            _MICROSECONDS,
-            (Case(_NEAR_EMPTY, 20, (Pairing(_SYNC, _ONE_F_ONE_B, at_most(0.5)),)),),
-        ),
-        PeerSuite(
-            "peers",
-            "Stagewright and stock PyTorch on this machine's cores",
-            IMAGES,
-            (
-                *(_small_vgg(microbatches) for microbatches in (2, 4, 8)),
-                Case(_SMALL_VGG_WHOLE, 16, (Pairing(_DP, _DDP, not_slower()),)),
-            ),
-        ),
-        _GPU,
-        _TRANSFORMERS,
-    )
-}
+_TRANSFORMERS = PeerSuite(
+    "transformers",
+    "Transformers in one stage and in two, beside a compiled loop, on one GPU",
+    (_transformer("gpt2", 16, (1024,), 50257), _transformer("vit_b_16", 128, _PHOTO, 1000)),
+    unit="samples/s",
+)
+SUITES = {suite.name: suite for suite in (_OVERHEAD, _PEERS, _GPU, _TRANSFORMERS)}
 
 
 def near_empty_layers() -> nn.Module:

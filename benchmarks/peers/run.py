@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.outcome import Outcome, new_outcome, ratio_of
-from benchmarks.peers.cases import Case, Measure, PeerSuite, Side, Workload
-from benchmarks.peers.launch import compile_together, open_ranks, take_turn, take_turns
+from benchmarks.outcome import Outcome, in_turns, new_outcome, ratio_of
+from benchmarks.peers.cases import MICROSECONDS, Case, PeerSuite, Side, Workload, num_ranks
 from benchmarks.peers.whole import run_pair
-from stagewright.bench.demo.ranks import Segment
+from stagewright.bench.demo.ranks import HERE, Ranks, Segment
 from stagewright.bench.machine import shared_gpu
 from stagewright.bench.result import Repeat, Row, measured_row
 from stagewright.config.sections import Config
@@ -27,16 +26,17 @@ from stagewright.run.prepare import prepare
 from stagewright.voice import Voice
 
 _BATCHES_IN_MEMORY = 8
+_WARM_STEPS = 3
 _RATE = 0.001  # learning rate, small enough for any number of steps
 
 
 def run_cases(suite: PeerSuite, repeats: int, steps: int, voice: Voice, keep: Callable[[Outcome], None]) -> Outcome:
     """Run the cases of a suite one after another, then its pairs; `keep` receives the outcome so far after each."""
-    outcome = new_outcome(suite.name, suite.title, repeats, steps, unit=suite.measure.unit)
+    outcome = new_outcome(suite.name, suite.title, repeats, steps, unit=suite.unit)
     for case in suite.cases:
         with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
             segments = _run_case(case, repeats, steps or case.steps, Path(folder), voice)
-        outcome = with_case(outcome, suite.measure, case, segments, steps or case.steps)
+        outcome = with_case(outcome, case, segments, steps or case.steps)
         keep(replace(outcome, is_whole=case is suite.cases[-1] and not suite.pairs))
     for pair in suite.pairs:
         outcome = run_pair(outcome, pair, repeats, steps or pair.steps, voice)
@@ -44,21 +44,19 @@ def run_cases(suite: PeerSuite, repeats: int, steps: int, voice: Voice, keep: Ca
     return outcome
 
 
-def with_case(
-    outcome: Outcome, measure: Measure, case: Case, segments: dict[Side, list[Segment]], steps: int
-) -> Outcome:
+def with_case(outcome: Outcome, case: Case, segments: Mapping[Side, Sequence[Segment]], steps: int) -> Outcome:
     """Add what the sides of a case measured: a row per side, a ratio per pairing."""
-    rows = {side: make_row(side, measure, case.workload, steps, timed) for side, timed in segments.items()}
+    rows = {side: _row(side, outcome.unit, case.workload, steps, timed) for side, timed in segments.items()}
     ratios = [ratio_of(rows[pairing.ours], rows[pairing.theirs], pairing.goal) for pairing in case.pairings]
     return replace(outcome, rows=(*outcome.rows, *rows.values()), ratios=(*outcome.ratios, *ratios))
 
 
-def make_row(side: Side, measure: Measure, workload: Workload, steps: int, segments: list[Segment]) -> Row:
-    repeats = [
-        Repeat(measure.of(workload, side.steps or steps, segment.seconds), loss=segment.loss, others=segment.others)
-        for segment in segments
-    ]
-    notes = (_busiest(segments), _cores(workload, segments), _tokens(workload, measure, repeats))
+def _row(side: Side, unit: str, workload: Workload, steps: int, segments: Sequence[Segment]) -> Row:
+    repeats = []
+    for segment in segments:
+        batch_seconds = segment.seconds / (side.steps or steps)
+        rate = 1e6 * batch_seconds / workload.microbatches if unit == MICROSECONDS else workload.batch / batch_seconds
+        repeats.append(Repeat(rate, loss=segment.loss, others=segment.others))
     return measured_row(
         str(workload),
         side.name,
@@ -71,29 +69,20 @@ def make_row(side: Side, measure: Measure, workload: Workload, steps: int, segme
         device=workload.setting.device,
         cuts=() if workload.cut is None or side.mode == "dp" else (workload.cut,),
         microbatches=side.microbatches or workload.microbatches,
-        note="; ".join(filter(None, notes)),
+        note="; ".join(_notes(workload, segments, repeats)),
     )
 
 
-def _busiest(segments: Sequence[Segment]) -> str:
-    """By the share of the middle of each segment in which the busiest rank computed, where that is known."""
+def _notes(workload: Workload, segments: Sequence[Segment], repeats: Sequence[Repeat]) -> Iterator[str]:
+    """The busiest rank of the middle of each segment where that is known; on CPUs, whether a side computes or waits."""
     known = [[result["busy"] for result in segment.results if "busy" in result] for segment in segments]
-    shares = [max(busy) for busy in known if busy]
-    return f"the busiest rank computes {median(shares):.0%} of the time" if shares else ""
-
-
-def _cores(workload: Workload, segments: Sequence[Segment]) -> str:
-    """On CPUs, whether a side is slow since it computes or since it waits."""
-    if workload.setting.device != "cpu":
-        return ""
-    used = median(segment.cores for segment in segments)
-    return f"the process with the most processor time uses {used:.2f} cores"
-
-
-def _tokens(workload: Workload, measure: Measure, repeats: Sequence[Repeat]) -> str:
-    if not workload.is_text:
-        return ""
-    return f"{median(repeat.rate for repeat in repeats) * workload.input_shape[0]:,.0f} tokens/s"
+    if shares := [max(busy) for busy in known if busy]:
+        yield f"the busiest rank computes {median(shares):.0%} of the time"
+    if workload.setting.device == "cpu":
+        used = median(segment.cores for segment in segments)
+        yield f"the process with the most processor time uses {used:.2f} cores"
+    if workload.is_text:
+        yield f"{median(repeat.rate for repeat in repeats) * workload.input_shape[0]:,.0f} tokens/s"
 
 
 def _run_case(case: Case, repeats: int, steps: int, folder: Path, voice: Voice) -> dict[Side, list[Segment]]:
@@ -103,15 +92,37 @@ def _run_case(case: Case, repeats: int, steps: int, folder: Path, voice: Voice) 
     with ExitStack() as stack:
         if on_gpu:
             stack.enter_context(shared_gpu(voice))
-        ranks = open_ranks(stack, jobs, folder, {side: side.world(case.workload) for side in jobs})
-        if case.workload.setting.is_compiled:
+        ranks = open_ranks(stack, jobs, folder, case.workload)
+        if case.workload.setting.is_compiled:  # all sides at the same time
             voice.progress(f"{case.workload}: compiling")
-            compile_together(ranks)
-        turns = [
-            partial(take_turn, one, side.steps or steps, on_gpu=on_gpu) for side, one in zip(jobs, ranks, strict=True)
-        ]
-        segments = take_turns(turns, repeats, Voice(progress=lambda text: voice.progress(f"{case.workload}: {text}")))
-    return dict(zip(jobs, segments, strict=True))
+            for one in ranks.values():
+                one.begin(1)
+            for one in ranks.values():
+                one.wait()
+        turns = {side: partial(_take_turn, one, side.steps or steps, on_gpu) for side, one in ranks.items()}
+        taken = in_turns(turns, repeats + 1, voice, str(case.workload))
+    return {side: segments[1:] for side, segments in taken.items()}  # the first is a warm-up
+
+
+def open_ranks(stack: ExitStack, jobs: Mapping[Side, Path], folder: Path, workload: Workload) -> dict[Side, Ranks]:
+    """Start the ranks of all sides at once and wait until they are ready; the stack ends them."""
+    started = {}
+    for number, (side, job) in enumerate(jobs.items()):
+        here = [HERE] * num_ranks(side.placement or workload.placement)
+        started[side] = stack.enter_context(Ranks(side.name, side.kind, job, folder / f"side-{number}", here))
+    for ranks in started.values():
+        ranks.wait_ready()
+    return started
+
+
+def _take_turn(ranks: Ranks, steps: int, on_gpu: bool) -> Segment:
+    """Train and time a segment; on a GPU warm up first, and give back memory that the next side may need."""
+    if not on_gpu:
+        return ranks.train(steps)
+    ranks.train(_WARM_STEPS)
+    segment = ranks.train(steps)
+    ranks.call("rest")
+    return segment
 
 
 def _save_jobs(case: Case, folder: Path) -> dict[Side, Path]:

@@ -9,19 +9,18 @@ of an earlier run.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.outcome import Outcome, new_outcome, not_slower
-from benchmarks.peers.cases import IMAGES, Case, Execution, Kind, Pairing, PeerSuite, Side, Workload
+from benchmarks.peers.cases import Case, Execution, Kind, Pairing, PeerSuite, Side, Workload
 from benchmarks.peers.run import run_cases
-from benchmarks.timed_command import run_command
+from benchmarks.timed_command import run_command, stagewright
 from stagewright.bench.machine import shared_gpu
 from stagewright.cluster.catalog import shipped
 from stagewright.cluster.placement import format_placement
-from stagewright.cluster.topology import Cluster, Level
+from stagewright.cluster.topology import Level
 from stagewright.errors import UserError
 from stagewright.files import read_text, write_text
 from stagewright.model.networks.zoo import ZOO
@@ -63,25 +62,20 @@ class ModelPrediction:
         return {"model": self.model, "batch": self.batch, "images_per_second": rates, "plan": self.plan.describe()}
 
 
-def profiled_setting(profile: Profile) -> Setting:
-    """Eight ranks on one GPU, by a profile of eight processes at once."""
-    return make_setting(profile, shared_cluster(profile), PRECISION)
-
-
-def shared_cluster(profile: Profile) -> Cluster:
-    """Eight ranks on one GPU, with the links that a profile measured between them."""
-    cluster = shipped().cluster(CLUSTER)
+def _setting(profile: Profile) -> Setting:
+    """Eight ranks on one GPU, by a profile of eight processes at once, with the links that it measured between them."""
+    cluster, ceilings = shipped().cluster(CLUSTER), profile.ceilings
     (machine,) = cluster.machines
-    assert profile.ceilings is not None
+    assert ceilings is not None
     level = Level(measured_link(profile), (tuple(range(RANKS)),))
-    ceilings = profile.ceilings
-    return replace(cluster, machines=(replace(machine, levels=(level,), host=ceilings.host, alone=ceilings.alone),))
+    machine = replace(machine, levels=(level,), host=ceilings.host, alone=ceilings.alone)
+    return make_setting(profile, replace(cluster, machines=(machine,)), PRECISION)
 
 
 def take_profile(model: str, path: Path) -> None:
     """Profile a model in a process of its own: a fault of CUDA in there ends that process alone."""
     options = f"--device cuda --precision {PRECISION} --together {RANKS} --samples {_SAMPLES}".split()
-    run_command([sys.executable, "-m", "stagewright", "profile", model, *options, "-o", str(path)], {})
+    run_command(stagewright("profile", model, *options, "-o", str(path)))
 
 
 def predict_model(model: str, profile: Profile) -> ModelPrediction:
@@ -89,7 +83,7 @@ def predict_model(model: str, profile: Profile) -> ModelPrediction:
 
     One rank alone with the card would be as fast; the ranks stand for eight cards.
     """
-    batch, setting, stock = BATCHES[model], profiled_setting(profile), profiled_setting(profile.over_gloo())
+    batch, setting, stock = BATCHES[model], _setting(profile), _setting(profile.over_gloo())
     everywhere = make_plan((setting.cluster.devices,), batch=batch, microbatches=RANKS, mode=Mode.DP)
     best = choose(setting, batch, whole=True).fastest
     rate = best.prediction.images_per_second
@@ -136,15 +130,16 @@ def measure(
         known = models(only)
         predicted = [one for one in read_predictions(Path(reuse[0]) / PREDICTIONS) if one.model in known]
     else:
+        predicted = []
         with shared_gpu(voice):
             for model in models(only):
                 voice.progress(f"profiling {model}")
                 take_profile(model, folder / f"{model}.json")
-        predicted = predict_models(folder, voice, only)
+        for model in models(only):
+            predicted.append(predict_model(model, read_profile(folder / f"{model}.json")))
+            voice.progress(f"predicted: {predicted[-1]}")
     write_predictions(predicted, folder)
-    suite = PeerSuite(
-        "shared", "Eight ranks on one GPU, predicted and measured", IMAGES, tuple(map(make_case, predicted))
-    )
+    suite = PeerSuite("shared", "Eight ranks on one GPU, predicted and measured", tuple(map(make_case, predicted)))
     if simulate:
         figures = {f"{one.model}: torch DDP, images/s": one.parallel for one in predicted}
         figures |= {f"{one.model}: {one.plan.mode} {one.plan.shape}, images/s": one.chosen for one in predicted}
@@ -160,15 +155,6 @@ def models(only: str | None = None) -> list[str]:
     return found
 
 
-def predict_models(folder: Path, voice: Voice, only: str | None = None) -> list[ModelPrediction]:
-    """The predictions by the profiles in a folder."""
-    found = []
-    for model in models(only):
-        found.append(predict_model(model, read_profile(folder / f"{model}.json")))
-        voice.progress(f"predicted: {found[-1]}")
-    return found
-
-
 def write_predictions(predicted: Sequence[ModelPrediction], folder: Path) -> None:
     write_text(folder / PREDICTIONS, json.dumps([one.describe() for one in predicted], indent=1))
 
@@ -177,11 +163,12 @@ def read_predictions(path: Path) -> list[ModelPrediction]:
     """The predictions that an earlier run wrote."""
     try:
         entries = json.loads(read_text(path))
-        rates = [(entry["model"], entry["batch"], entry["images_per_second"]) for entry in entries]
-        plans = [read_plan(json.dumps(entry["plan"]), str(path)) for entry in entries]
         return [
-            ModelPrediction(model, batch, rate["ddp"], plan, rate["chosen"])
-            for (model, batch, rate), plan in zip(rates, plans, strict=True)
+            ModelPrediction(
+                *(entry["model"], entry["batch"], entry["images_per_second"]["ddp"]),
+                *(read_plan(json.dumps(entry["plan"]), str(path)), entry["images_per_second"]["chosen"]),
+            )
+            for entry in entries
         ]
     except OSError as error:
         raise UserError(f"--reuse {path.parent}: {path.name}: {error.strerror}") from error

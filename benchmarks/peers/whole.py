@@ -13,12 +13,14 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from benchmarks.outcome import Goal, Outcome, Ratio, at_least, at_most, ratio_of
-from benchmarks.timed_command import ended, run_command
+from benchmarks.outcome import Goal, Outcome, at_least, at_most, compared, in_turns
+from benchmarks.timed_command import ended, run_command, stagewright
 from stagewright.bench.data import InMemory, make_jpegs
-from stagewright.bench.result import Row, measured_row
+from stagewright.bench.result import measured_row
 from stagewright.data.convert import Shrink, convert
 from stagewright.data.datasets import Kind
 from stagewright.errors import RunFailed
@@ -87,7 +89,7 @@ class CommandPair:
     def _command(self, data: str, steps: int, folder: Path) -> list[str]:
         options = f"--model {self.model} --batch {self.batch} --precision {self.precision} --compile --placement 0:0"
         words = [*options.split(), *data.split(), "--steps", str(steps), "--runs", str(folder / "runs")]
-        return [sys.executable, "-m", "stagewright", "train", *words]
+        return stagewright("train", *words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,69 +102,36 @@ class _Turn:
 
 def run_pair(outcome: Outcome, pair: CommandPair, repeats: int, steps: int, voice: Voice) -> Outcome:
     """Add a pair: the speeds of both sides, and the seconds to their first steps, without and with caches."""
-    ours, theirs = pair.names
-    turns: dict[str, list[_Turn]] = {ours: [], theirs: []}
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as made:
         folder = Path(made)
         pair.prepare(folder)
-        commands = dict(zip(pair.names, pair.commands(steps, folder), strict=True))
-        for number in range(repeats):
-            for side in (ours, theirs) if number % 2 == 0 else (theirs, ours):
-                voice.progress(f"{pair}: turn {number + 1} of {repeats}, {side}")
-                caches = {name: str(folder / side.split()[0] / name) for name in _CACHES}
-                turns[side].append(_take_turn(commands[side], folder / "runs", caches))
-    rows: list[Row] = []
-    ratios: list[Ratio] = []
-    found = [(_rates(pair, turns), pair.goal)]
-    if not pair.from_files:
-        found += [
-            (_started(pair, turns, "empty caches", slice(1)), at_most(_SLOWER_START)),
-            (_started(pair, turns, "full caches", slice(1, None)), at_most(_SLOWER_START)),
-        ]
-    for (first, second), goal in ((sides, goal) for sides, goal in found if sides):
-        rows += [first, second]
-        ratios.append(ratio_of(first, second, goal))
-    return replace(outcome, rows=(*outcome.rows, *rows), ratios=(*outcome.ratios, *ratios))
-
-
-def _rates(pair: CommandPair, turns: Mapping[str, Sequence[_Turn]]) -> list[Row]:
-    about = {"model": pair.model, "precision": pair.precision, "batch": pair.batch, "mode": "dp", "device": "cuda"}
-    return [
-        measured_row(str(pair), side, [turn.rate for turn in taken], placement="0:0", microbatches=1, **about)
-        for side, taken in turns.items()
-    ]
-
-
-def _started(pair: CommandPair, turns: Mapping[str, Sequence[_Turn]], caches: str, which: slice) -> list[Row]:
-    """The seconds to the first steps in some of the turns; nothing where there are none."""
-    return [
-        measured_row(
-            f"{pair}: first {_FIRST} steps, {caches}",
-            side,
-            [turn.started for turn in taken[which]],
-            model=pair.model,
-            precision=pair.precision,
-            unit="seconds",
-        )
-        for side, taken in turns.items()
-        if taken[which]
-    ]
+        sides = {}
+        for side, command in zip(pair.names, pair.commands(steps, folder), strict=True):
+            caches = {name: str(folder / side.split()[0] / name) for name in _CACHES}
+            sides[side] = partial(_take_turn, command, folder / "runs", caches)
+        turns = in_turns(sides, repeats, voice, str(pair))
+    about: dict[str, Any] = {"model": pair.model, "precision": pair.precision}
+    plan = about | {"batch": pair.batch, "mode": "dp", "device": "cuda", "placement": "0:0", "microbatches": 1}
+    ours, theirs = (measured_row(str(pair), side, [turn.rate for turn in own], **plan) for side, own in turns.items())
+    pairs = [(ours, theirs, pair.goal)]
+    for state, which in () if pair.from_files else (("empty", slice(1)), ("full", slice(1, None))):
+        if repeats > (which.start or 0):
+            group = f"{pair}: first {_FIRST} steps, {state} caches"
+            starts = {side: [turn.started for turn in own[which]] for side, own in turns.items()}
+            ours, theirs = (measured_row(group, side, own, unit="seconds", **about) for side, own in starts.items())
+            pairs.append((ours, theirs, at_most(_SLOWER_START)))
+    found = compared(*pairs)
+    return replace(outcome, rows=(*outcome.rows, *found["rows"]), ratios=(*outcome.ratios, *found["ratios"]))
 
 
 def _take_turn(command: Sequence[str], runs: Path, caches: Mapping[str, str]) -> _Turn:
     """Run a side once; a script prints its speed last, a command of ours leaves it in its run folder."""
     before = set(runs.glob("*"))
-    started, last = _run(command, caches)
-    new = set(runs.glob("*")) - before
-    if not new:
-        return _Turn(float(last), started)
-    return _Turn(float(json.loads((new.pop() / "summary.json").read_text())["images_per_second"]), started)
-
-
-def _run(command: Sequence[str], caches: Mapping[str, str]) -> tuple[float, str]:
-    """Run a command; the seconds until its line of the first steps, and its last line."""
     printed = run_command(command, caches)
     started = printed.when(_FIRST_LINE)
     if started is None:
         raise RunFailed(ended(command, 0, printed.last))
-    return started, printed.last
+    new = set(runs.glob("*")) - before
+    if not new:
+        return _Turn(float(printed.last), started)
+    return _Turn(float(json.loads((new.pop() / "summary.json").read_text())["images_per_second"]), started)

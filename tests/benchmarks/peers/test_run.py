@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from benchmarks.__main__ import main
 from benchmarks.outcome import Outcome, new_outcome, outcome_page, show
 from benchmarks.peers.cases import SUITES
-from benchmarks.peers.run import with_case
+from benchmarks.peers.run import open_ranks, with_case
 from stagewright.bench.compare import compare
 from stagewright.bench.demo.ranks import Segment
 from stagewright.bench.result import read_outcome
@@ -52,14 +53,14 @@ def test_peers_leave_reports_and_can_be_compared(overhead: Path) -> None:
 def made(name: str, seconds: dict[str, tuple[float, ...]]) -> Outcome:
     """An outcome of a suite whose sides took so many seconds per segment; about 1 s unless given."""
     suite = SUITES[name]
-    outcome = new_outcome(name, suite.title, 3, unit=suite.measure.unit)
+    outcome = new_outcome(name, suite.title, 3, unit=suite.unit)
     for case in suite.cases:
         busy = ({"busy": 0.67}, {"busy": 0.5})
         timed = {
             side: [Segment(one, 2.0, 0.0, 0.92, busy) for one in seconds.get(side.name, (1.0, 1.0 + 0.1 * number, 1.0))]
             for number, side in enumerate(case.sides)
         }
-        outcome = with_case(outcome, suite.measure, case, timed, case.steps)
+        outcome = with_case(outcome, case, timed, case.steps)
     return outcome
 
 
@@ -104,6 +105,12 @@ def test_speeds_count_the_steps_of_each_side() -> None:
     rows = {row.name: row for row in outcome.rows if row.group.startswith("vgg16") and row.group.endswith("bf16")}
     assert rows["stale"].rate is not None and rows["stale"].rate.value == 30 * 224
     assert rows["torch DDP"].rate is not None and rows["torch DDP"].rate.value == 6 * 224
+
+
+def test_a_rank_that_fails_is_reported_in_one_line(tmp_path: Path) -> None:
+    case = SUITES["overhead"].cases[0]
+    with ExitStack() as stack, pytest.raises(ValueError, match=r"^sync rank \d ended with code 1: FileNotFound.*$"):
+        open_ranks(stack, {case.sides[0]: tmp_path / "no.json"}, tmp_path, case.workload)
 
 
 def test_the_page_has_every_pairing_in_one_table() -> None:

@@ -52,7 +52,7 @@ def test_a_folder_without_predictions_is_one_line(tmp_path: Path) -> None:
 
 def test_a_profile_that_dies_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of CUDA poisons the process it happens in, so the profile has one of its own."""
-    monkeypatch.setattr(shared.sys, "executable", "/bin/false")
+    monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(RunFailed, match="profile ended with 1"):
         shared.take_profile("vgg16", tmp_path / "vgg16.json")
 
