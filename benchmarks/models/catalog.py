@@ -19,12 +19,11 @@ from benchmarks.models.objectives import OBJECTIVES
 from benchmarks.models.plain import Objective, classified
 from stagewright.model.networks.libraries import is_installed
 
-_COMPARED = frozenset(
-    (
-        *("torchvision_resnet18", "torchvision_densenet", "torchvision_vit", "torchvision_swin"),
-        *("timm_test_efficientnet", "torch_transformer_encoder", "torch_unet", "torch_vq"),
-        *("transformers_bert", "transformers_gpt2"),
-    )
+# torch.distributed.pipelining is tried on these as well.
+_COMPARED = (
+    *("torchvision_resnet18", "torchvision_densenet", "torchvision_vit", "torchvision_swin"),
+    *("timm_test_efficientnet", "torch_transformer_encoder", "torch_unet", "torch_vq"),
+    *("transformers_bert", "transformers_gpt2"),
 )
 
 
@@ -75,17 +74,31 @@ class Entry:
         return {"images": inputs, "labels": torch.randint(CLASSES, (samples,), generator=generator)}
 
 
-def _image(
-    library: str, name: str, side: int = 32, factory: Callable[..., nn.Module] | None = None, **options: Any
+def _torchvision(
+    name: str,
+    side: int = 32,
+    factory: Callable[..., nn.Module] | None = None,
+    *,
+    made_by: str = "",
+    is_quick: bool = False,
+    **options: Any,
 ) -> Entry:
-    """A model of images: of the library by its name, or another that is made of its parts."""
-    is_quick = options.pop("is_quick", False)
-    by_name = images.torchvision_model if library == "torchvision" else images.timm_model
-    factory = factory or partial(by_name, name, options)
-    return Entry(f"{library}_{name}", name, library, factory, (3, side, side), is_quick=is_quick)
+    """A model of images by its function in torchvision.models, by the class that makes it, or by another factory."""
+    factory = factory or partial(images.library_model, "torchvision.models", made_by or name, **options)
+    return Entry(f"torchvision_{name}", name, "torchvision", factory, (3, side, side), is_quick=is_quick)
 
 
-_torchvision, _timm = (partial(_image, library) for library in ("torchvision", "timm"))
+def _timm(
+    name: str,
+    side: int = 32,
+    factory: Callable[..., nn.Module] | None = None,
+    *,
+    is_quick: bool = False,
+    **options: Any,
+) -> Entry:
+    """A model of images by its name in timm, or by another factory."""
+    factory = factory or partial(images.timm_model, name, **options)
+    return Entry(f"timm_{name}", name, "timm", factory, (3, side, side), is_quick=is_quick)
 
 
 def _text(family: str, factory: Callable[..., nn.Module], *, is_quick: bool = False) -> Entry:
@@ -94,27 +107,38 @@ def _text(family: str, factory: Callable[..., nn.Module], *, is_quick: bool = Fa
 
 def _hugging_face(family: str) -> Entry:
     """A model of transformers as it is."""
-    factory, samples, inputs, loss = configured.FAMILIES[family]
+    made, task, options, samples, inputs, loss = configured.FAMILIES[family]
     name, is_quick = f"transformers_{family}", family in _QUICK
+    factory = partial(configured.model, made, task, options)
     return Entry(name, family, "transformers", factory, is_quick=is_quick, samples=samples, inputs=inputs, loss=loss)
 
 
 _VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
+_TV_VIT: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_layers": 4, "num_heads": 3, "hidden_dim": 48}
+_TV_VIT |= {"mlp_dim": 96, "dropout": 0.1}
+_MAXVIT: dict[str, Any] = {"input_size": (64, 64), "stem_channels": 16, "partition_size": 4, "head_dim": 8}
+_MAXVIT |= {"block_channels": [16, 32], "block_layers": [1, 1], "stochastic_depth_prob": 0.1}
+_DENSENET: dict[str, Any] = {"growth_rate": 8, "block_config": (2, 2, 2, 2), "num_init_features": 16}
+_SWIN: dict[str, Any] = {"img_size": 32, "window_size": 4, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)}
+_SEQUENCER: dict[str, Any] = {"img_size": 32, "layers": (1, 1, 1, 1)}
+_SEQUENCER |= {"embed_dims": (16, 32, 32, 32), "hidden_sizes": (4, 8, 8, 8)}
+_VGG: dict[str, Any] = {"cfg": [8, "M", 16, "M", 32, 32, "M", 48, 48, "M"], "mlp_ratio": 0.02}
+_CONVMIXER: dict[str, Any] = {"dim": 32, "depth": 4, "patch_size": 4}
+_MIXERS = {"mixer": "MixerBlock", "resmlp": "ResBlock", "gmlp": "SpatialGatingBlock"}
 _QUICK = ("bert", "gpt2", "vit")  # of transformers
-
 _SIDE_64 = (
     *("test_byobnet", "test_convnext2", "test_efficientnet_evos", "test_mambaout", "test_nfnet"),
     *("test_resnet", "efficientvit_b0", "edgenext_xx_small", "fastvit_t8", "mobilevit_xxs"),
     *("mobilevitv2_050", "inception_next_atto", "repvit_m0_9", "repghostnet_050", "ghostnet_050"),
     *("resnest14d", "rexnet_100", "skresnet18", "hrnet_w18_small", "dpn48b", "dla34", "regnetx_002"),
     *("tiny_vit_5m_224", "starnet_s1", "fasternet_t0", "mobilenetv4_conv_small_035", "lambda_resnet26t"),
-    *("hgnetv2_b0"),
+    "hgnetv2_b0",
 )
 
 ENTRIES: tuple[Entry, ...] = (
     _torchvision("resnet18", is_quick=True),
     _torchvision("resnext", 32, images.resnext),
-    _torchvision("densenet", 32, images.densenet, is_quick=True),
+    _torchvision("densenet", made_by="DenseNet", is_quick=True, **_DENSENET),
     _torchvision("googlenet", aux_logits=False, init_weights=False),
     _torchvision("inception_v3", 75, aux_logits=False, init_weights=False),
     _torchvision("mnasnet0_5", 64),
@@ -125,12 +149,12 @@ ENTRIES: tuple[Entry, ...] = (
     _torchvision("efficientnet_b0", 64),
     _torchvision("regnet_y_400mf", 64),
     _torchvision("convnext", 32, images.convnext),
-    _torchvision("vit", 32, images.vision_transformer, is_quick=True),
+    _torchvision("vit", made_by="VisionTransformer", is_quick=True, **_TV_VIT),
     _torchvision("swin", 32, partial(images.swin, 1), is_quick=True),
     _torchvision("swin_v2", 32, partial(images.swin, 2)),
-    _torchvision("maxvit", 64, images.maxvit),
+    _torchvision("maxvit", 64, made_by="MaxVit", **_MAXVIT),
     Entry("torchvision_video_resnet", "video_resnet", "torchvision", images.video_resnet, (3, 4, 16, 16)),
-    _timm("vgg", 32, images.vgg),
+    _timm("vgg", 32, partial(images.library_model, "timm.models.vgg", "VGG", **_VGG)),
     *(_timm(name, 64) for name in _SIDE_64),
     _timm("test_efficientnet", 64, is_quick=True, drop_path_rate=0.1),
     _timm("test_vit3", 32, img_size=32, patch_size=8),
@@ -141,21 +165,14 @@ ENTRIES: tuple[Entry, ...] = (
     _timm("eva02_tiny_patch14_224", 32, **_VIT),
     _timm("vit_relpos_base_patch16_224", 32, **_VIT),
     _timm("convit_tiny", 32, **(_VIT | {"embed_dim": 16, "local_up_to_layer": 2})),
-    *(
-        _timm(name, 32, partial(images.mixer, block))
-        for name, block in (("mixer", "MixerBlock"), ("resmlp", "ResBlock"), ("gmlp", "SpatialGatingBlock"))
-    ),
-    _timm("convmixer", 32, images.convmixer),
-    _timm(
-        "swin_tiny_patch4_window7_224", 32, img_size=32, window_size=4, embed_dim=24, depths=(2, 2), num_heads=(2, 4)
-    ),
-    _timm("swinv2_tiny_window8_256", 32, img_size=32, window_size=4, embed_dim=24, depths=(2, 2), num_heads=(2, 4)),
+    *(_timm(name, 32, partial(images.mixer, block)) for name, block in _MIXERS.items()),
+    _timm("convmixer", 32, partial(images.library_model, "timm.models.convmixer", "ConvMixer", **_CONVMIXER)),
+    _timm("swin_tiny_patch4_window7_224", 32, **_SWIN),
+    _timm("swinv2_tiny_window8_256", 32, **_SWIN),
     _timm("pvt_v2_b0", 32),
     _timm("poolformer_s12", 32),
     _timm("xcit_nano_12_p16_224", 32, **(_VIT | {"num_heads": 4})),
-    _timm(
-        "sequencer2d_s", 32, layers=(1, 1, 1, 1), embed_dims=(16, 32, 32, 32), hidden_sizes=(4, 8, 8, 8), img_size=32
-    ),
+    _timm("sequencer2d_s", 32, **_SEQUENCER),
     _text("transformer_encoder", own.TextTransformer, is_quick=True),
     _text("lstm", partial(own.Recurrent, nn.LSTM)),
     _text("gru", partial(own.Recurrent, nn.GRU)),

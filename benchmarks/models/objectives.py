@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.models.plain import Objective
+from benchmarks.models.plain import Fields, Objective
 
-Fields = Mapping[str, Tensor]
 CONTRASTIVE = f"{__name__}:contrastive"
 
 
@@ -43,9 +40,4 @@ def contrastive(outputs: Any, fields: Fields) -> Any:
     return (cross_entropy(outputs.logits_per_text, each) + cross_entropy(outputs.logits_per_image, each)) / 2
 
 
-OBJECTIVES: dict[str, Objective] = {
-    "auto": classes,
-    "model": of_model,
-    "next-token": words,
-    CONTRASTIVE: contrastive,
-}
+OBJECTIVES: dict[str, Objective] = {"auto": classes, "model": of_model, "next-token": words, CONTRASTIVE: contrastive}
