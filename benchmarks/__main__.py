@@ -69,63 +69,44 @@ _BOUNDS = {  # the least and the most of each number
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """What is measured, and the options that it takes beside --runs, --anonymise and --json."""
+    """What is measured, by the options and the command line, and its options beside --runs, --anonymise and --json."""
 
     help: str
-    measure: Callable[[Given, Path, Keep, Voice], Outcome]
+    run: Callable[[Given, str], None]
     options: str = ""
 
 
-def _peers(name: str) -> Benchmark:
-    suite = SUITES[name]
+def _measured(text: str, measure: Callable[[Given, Path, Keep, Voice], Outcome], options: str = "") -> Benchmark:
+    """A benchmark that leaves an outcome and its reports in a folder."""
+    return Benchmark(text, lambda given, command: _measure(measure, given, command), options)
 
-    def measure(given: Given, runs: Path, keep: Keep, voice: Voice) -> Outcome:
-        return run_cases(only_cases(suite, given.only), given.repeats or REPEATS, given.steps, voice, keep)
 
-    return Benchmark(suite.title, measure, "--repeats --steps --only")
+def _measure(measure: Callable[[Given, Path, Keep, Voice], Outcome], given: Given, command: str) -> None:
+    outcome, folder = measure_and_show(
+        given.name,
+        lambda runs, keep, voice: measure(given, runs, keep, voice),
+        command,
+        outcome_page,
+        show,
+        runs=given.runs,
+        anonymise=given.anonymise,
+        as_json=given.json,
+    )
+    require_none_failed(outcome, folder)
 
 
 def _part(text: str, measure: Callable[[Voice], Outcome]) -> Benchmark:
-    return Benchmark(text, lambda given, runs, keep, voice: measure(voice))
+    return _measured(text, lambda given, runs, keep, voice: measure(voice))
 
 
-BENCHMARKS = {
-    **{name: _peers(name) for name in SUITES},
-    "shared": Benchmark(
-        "plans of the planner on ranks that share one GPU, predicted before they are measured, against DDP",
-        lambda given, runs, keep, voice: shared.measure(
-            given.repeats or REPEATS,
-            runs.parent,
-            voice,
-            keep,
-            reuse=given.reuse,
-            simulate=given.simulate,
-            only=given.only,
-        ),
-        "--repeats --reuse --simulate --only",
-    ),
-    "data": Benchmark(
-        "decoding and cropping against Pillow, simplejpeg, torchvision and DALI; loaders by threads and processes",
-        lambda given, runs, keep, voice: data.measure(given.repeats, given.images, given.threads),
-        "--repeats --images --threads",
-    ),
-    "calibrate": Benchmark(
-        "fit the planner's constants, and write them as calibration.toml",
-        lambda given, runs, keep, voice: report.measure(runs.parent, voice),
-    ),
-    "planner": _part("how long the search and the simulator take", planner.measure),
-    "own": _part("predicted beside measured, on this machine", own.measure),
-    "engine": _part("a loop of your own beside stagewright train", engine.measure),
-    "growth": _part("memory and messages of ranks as microbatches, stages and ranks are doubled", growth.measure),
-    "startup": _part("the seconds of a short train command by part", startup.measure),
-    "checkouts": Benchmark(
-        "seconds and speeds of this checkout beside another one",
-        lambda given, runs, keep, voice: checkouts.measure(given.before, given.repeats, given.only, voice),
-        "--before --repeats --only",
-    ),
-    "checkpoint": _part("how long a checkpoint pauses training, beside a plain copy of the state", checkpoint.measure),
-    "monitor": _part("what the monitor costs, with and without it in turns", monitor.measure),
-}
+def _peers(given: Given, runs: Path, keep: Keep, voice: Voice) -> Outcome:
+    return run_cases(only_cases(SUITES[given.name], given.only), given.repeats or REPEATS, given.steps, voice, keep)
+
+
+def _shared(given: Given, runs: Path, keep: Keep, voice: Voice) -> Outcome:
+    return shared.measure(
+        given.repeats or REPEATS, runs.parent, voice, keep, reuse=given.reuse, simulate=given.simulate, only=given.only
+    )
 
 
 def _published(given: Given, command: str) -> None:
@@ -133,8 +114,7 @@ def _published(given: Given, command: str) -> None:
     if given.rows is None:
         if given.given is not None:
             raise UserError(f"--given {given.given} needs --rows FILE.toml as well")
-        runs = Benchmark("", lambda given, runs, keep, voice: report.published_outcome())
-        _measure("published", runs, given, command)
+        _measure(lambda given, runs, keep, voice: report.published_outcome(), given, command)
         return
     rows, skipped = report.predict_file(given.rows, given.given)
     if given.json:
@@ -143,30 +123,15 @@ def _published(given: Given, command: str) -> None:
         report.show_rows(open_console(), rows, skipped)
 
 
-def _require_used(given: Given) -> None:
-    """Reject options of a study that exclude each other."""
+def _learning(given: Given, command: str) -> None:
+    """Compare how accurate the trials of a study become."""
     if given.reuse and given.real:
         raise UserError(f"--reuse {' '.join(given.reuse)} can't be used with --real; leave one out")
     if given.jobs not in (None, 1) and given.real:
         raise UserError(f"--jobs {given.jobs} changes nothing with --real, which runs one at a time; leave it out")
-
-
-def _learning(given: Given, command: str) -> None:
-    """Compare how accurate the trials of a study become."""
-    _require_used(given)
-    options = StudyOptions(
-        given.study,
-        given.data,
-        given.val,
-        given.seeds,
-        given.jobs,
-        given.target,
-        given.cluster,
-        given.real,
-        given.only,
-        [parse_assignment(text) for text in given.set],
-        given.reuse,
-    )
+    asked = {name: getattr(given, name) for name in ("study", "data", "val", "seeds", "jobs", "target", "cluster")}
+    overrides = [parse_assignment(text) for text in given.set]
+    options = StudyOptions(**asked, is_real=given.real, only=given.only, overrides=overrides, reuse=given.reuse)
     with speaking("learning") as voice:
         study, folder = run_study(options, given.runs, command, anonymise=given.anonymise, voice=voice)
     if given.json:
@@ -201,15 +166,42 @@ def _bits(given: Given, command: str) -> None:
         raise UserError(f"{len(wrong)} of {len(found)} plans differ, first {wrong[0].options}; bisect between the two")
 
 
-OTHERS: Mapping[str, tuple[str, Callable[[Given, str], None], str]] = {
-    "published": ("rates that others published, predicted", _published, "--rows --given"),
-    "learning": (
+BENCHMARKS: Mapping[str, Benchmark] = {
+    **{name: _measured(suite.title, _peers, "--repeats --steps --only") for name, suite in SUITES.items()},
+    "shared": _measured(
+        "plans of the planner on ranks that share one GPU, predicted before they are measured, against DDP",
+        _shared,
+        "--repeats --reuse --simulate --only",
+    ),
+    "data": _measured(
+        "decoding and cropping against Pillow, simplejpeg, torchvision and DALI; loaders by threads and processes",
+        lambda given, runs, keep, voice: data.measure(given.repeats, given.images, given.threads),
+        "--repeats --images --threads",
+    ),
+    "calibrate": _measured(
+        "fit the planner's constants, and write them as calibration.toml",
+        lambda given, runs, keep, voice: report.measure(runs.parent, voice),
+    ),
+    "planner": _part("how long the search and the simulator take", planner.measure),
+    "own": _part("predicted beside measured, on this machine", own.measure),
+    "engine": _part("a loop of your own beside stagewright train", engine.measure),
+    "growth": _part("memory and messages of ranks as microbatches, stages and ranks are doubled", growth.measure),
+    "startup": _part("the seconds of a short train command by part", startup.measure),
+    "checkouts": _measured(
+        "seconds and speeds of this checkout beside another one",
+        lambda given, runs, keep, voice: checkouts.measure(given.before, given.repeats, given.only, voice),
+        "--before --repeats --only",
+    ),
+    "checkpoint": _part("how long a checkpoint pauses training, beside a plain copy of the state", checkpoint.measure),
+    "monitor": _part("what the monitor costs, with and without it in turns", monitor.measure),
+    "published": Benchmark("rates that others published, predicted", _published, "--rows --given"),
+    "learning": Benchmark(
         "accuracy at each lag, over several seeds",
         _learning,
         "--only --data --set --cluster --val --study --seeds --jobs --target --real --reuse",
     ),
-    "bits": ("whether this checkout trains the bits of another one", _bits, "--before --seed --device"),
-    "models": ("models of libraries, cut in four and trained beside plain PyTorch", _models, "--only --quick"),
+    "bits": Benchmark("whether this checkout trains the bits of another one", _bits, "--before --seed --device"),
+    "models": Benchmark("models of libraries, cut in four and trained beside plain PyTorch", _models, "--only --quick"),
 }
 
 
@@ -224,10 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise UserError(f"--{name} is {value:g}; give at least {least:g} and at most {most:g}")
         if getattr(given, "cluster", None) is not None:
             open_cluster(given.cluster)  # report its errors before anything else
-        if given.name in OTHERS:
-            OTHERS[given.name][1](given, command)
-        else:
-            _measure(given.name, BENCHMARKS[given.name], given, command)
+        BENCHMARKS[given.name].run(given, command)
     except (UserError, RunFailed) as error:
         _fail(str(error))
     except KeyboardInterrupt as error:
@@ -239,29 +228,13 @@ def _fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _measure(name: str, benchmark: Benchmark, given: Given, command: str) -> None:
-    outcome, folder = measure_and_show(
-        name,
-        lambda runs, keep, voice: benchmark.measure(given, runs, keep, voice),
-        command,
-        outcome_page,
-        show,
-        runs=given.runs,
-        anonymise=given.anonymise,
-        as_json=given.json,
-    )
-    require_none_failed(outcome, folder)
-
-
 def make_parser() -> argparse.ArgumentParser:
     """A command for each benchmark, with its own options and those that all take."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-    about = {name: (one.help, one.options) for name, one in BENCHMARKS.items()}
-    about |= {name: (text, options) for name, (text, _, options) in OTHERS.items()}
-    for name, (text, options) in about.items():
-        command = commands.add_parser(name, help=text, description=text)
-        for flag in options.split():
+    for name, one in BENCHMARKS.items():
+        command = commands.add_parser(name, help=one.help, description=one.help)
+        for flag in one.options.split():
             command.add_argument(flag, **_OPTIONS[flag])
         command.add_argument("--runs", default="runs", help="folder in which the results get one of their own")
         command.add_argument("--json", action="store_true", help="print one JSON object")
