@@ -10,32 +10,18 @@ from __future__ import annotations
 import random
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, get_type_hints
 
 from stagewright.errors import UserError
 from stagewright.files import read_text
 from stagewright.hardware.rows import Row
 
 SPLITS = 5
-_NEEDED: Mapping[str, type | tuple[type, ...]] = {
-    "hardware": str,
-    "gpus": int,
-    "software": str,
-    "model": str,
-    "precision": str,
-    "batch_per_gpu": int,
-    "images_per_second": (int, float),
-    "source": str,
-}
-_OPTIONAL: Mapping[str, type | tuple[type, ...]] = {
-    "nodes": int,
-    "link": str,
-    "note": str,
-    "verified": bool,
-    "memory_mib": (int, float),
-}
+_KINDS: Mapping[str, Any] = get_type_hints(Row)
+_NEEDED = [field.name for field in fields(Row) if field.default is MISSING]
 
 
 def split_by_source(rows: Sequence[Row], seed: int) -> tuple[list[Row], list[Row]]:
@@ -76,10 +62,9 @@ def _row(entry: Any, where: str) -> Row:
         raise UserError(f"{where} is not a table; write [[row]]")
     if missing := [name for name in _NEEDED if name not in entry]:
         raise UserError(f"{where} lacks {', '.join(missing)}")
-    known = {**_NEEDED, **_OPTIONAL}
-    values = {name: entry[name] for name in known if name in entry}
+    values = {name: entry[name] for name in _KINDS if name in entry}
     for name, value in values.items():
-        kind = known[name]
+        kind = _KINDS[name] | int if _KINDS[name] not in (str, bool) else _KINDS[name]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise UserError(f"{where}: {name} is {str(value)[:40]!r}, which is not what a row has there")
     for name in ("gpus", "nodes", "batch_per_gpu", "images_per_second"):
