@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import Any
 
 from stagewright.profile.shapes import Convolution, Kind, Shape
 
@@ -27,23 +28,13 @@ class Net:
         return self.channels * self.side * self.side
 
     def _add(
-        self,
-        kind: Kind,
-        inputs: int,
-        outputs: int,
-        operations: float = 0.0,
-        parameters: int = 0,
-        convolution: Convolution | None = None,
-        saved: float | None = None,
-        scores: int = 0,
-    ) -> None:
-        name = f"{kind}.{len(self.shapes)}"
-        kept = float(inputs) if saved is None else saved
-        first = not self.shapes
-        shape = Shape(
-            name, kind, operations, inputs, outputs, parameters, kept, outputs, outputs, not first, convolution, scores
-        )
+        self, kind: Kind, inputs: int, outputs: int, operations: float = 0.0, parameters: int = 0, **more: Any
+    ) -> Net:
+        """The next unit; `more`: other fields of its shape."""
+        name, kept = f"{kind}.{len(self.shapes)}", {"saved": float(inputs), "input_gradient": bool(self.shapes)} | more
+        shape = Shape(name, kind, operations, inputs, outputs, parameters, live=outputs, live_gradient=outputs, **kept)
         self.shapes.append(shape)
+        return self
 
     def conv(
         self,
@@ -57,19 +48,16 @@ class Net:
     ) -> Net:
         """A convolution, padded to keep the side unless it is `valid`."""
         high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
-        taps, before = high * wide, self.elements
+        taps, before, channels = high * wide, self.elements, self.channels
         side = (self.side - max(high, wide)) // stride + 1 if valid else -(-self.side // stride)
-        weights = taps * self.channels * filters // groups
-        geometry = Convolution(taps, stride, groups, self.channels, filters)
-        self.side = side
-        outputs, parameters = filters * side * side, weights + filters * bias
-        self._add(Kind.CONVOLUTION, before, outputs, 2.0 * weights * side * side, parameters, geometry)
-        self.channels = filters
-        return self
+        weights = taps * channels * filters // groups
+        self.side, self.channels = side, filters
+        operations, parameters = 2.0 * weights * side * side, weights + filters * bias
+        geometry = Convolution(taps, stride, groups, channels, filters)
+        return self._add(Kind.CONVOLUTION, before, self.elements, operations, parameters, convolution=geometry)
 
     def norm(self) -> Net:
-        self._add(Kind.NORM, self.elements, self.elements, 0.0, 2 * self.channels)
-        return self
+        return self._add(Kind.NORM, self.elements, self.elements, 0.0, 2 * self.channels)
 
     def act(self, times: int = 1) -> Net:
         """An activation of so many pointwise kernels."""
@@ -77,9 +65,17 @@ class Net:
             self._add(Kind.POINTWISE, self.elements, self.elements, saved=0.0)
         return self
 
-    def cbr(self, filters: int, kernel: int | tuple[int, int] = 3, stride: int = 1, groups: int = 1) -> Net:
+    def cbr(
+        self,
+        filters: int,
+        kernel: int | tuple[int, int] = 3,
+        stride: int = 1,
+        groups: int = 1,
+        *,
+        valid: bool = False,
+    ) -> Net:
         """Convolution, normalisation, activation."""
-        return self.conv(filters, kernel, stride, groups).norm().act()
+        return self.conv(filters, kernel, stride, groups, valid=valid).norm().act()
 
     def beside(self, before: int, filters: int, stride: int) -> Net:
         """A projection of what a block took, beside its branch."""
@@ -91,68 +87,53 @@ class Net:
 
     def add(self) -> Net:
         """A residual sum."""
-        self._add(Kind.POINTWISE, 2 * self.elements, self.elements, saved=0.0)
-        return self
+        return self._add(Kind.POINTWISE, 2 * self.elements, self.elements, saved=0.0)
 
     def concat(self, channels: int) -> Net:
         """All branches side by side, copied into one tensor."""
         self.channels = channels
-        self._add(Kind.POINTWISE, self.elements, self.elements, saved=0.0)
-        return self
+        return self.act()
 
     def pool(self, stride: int = 2, kernel: int = 2, *, valid: bool = False) -> Net:
         before = self.elements
         self.side = (self.side - kernel) // stride + 1 if valid else -(-self.side // stride)
-        self._add(Kind.POOL, before, self.elements)
-        return self
+        return self._add(Kind.POOL, before, self.elements)
 
     def flat(self) -> Net:
         """The mean over the image."""
         before, self.side = self.elements, 1
-        self._add(Kind.POOL, before, self.elements)
-        return self
+        return self._add(Kind.POOL, before, self.elements)
 
     def linear(self, features: int, tokens: int = 1, inputs: int | None = None) -> Net:
         width = self.channels if inputs is None else inputs
-        self._add(Kind.LINEAR, width * tokens, features * tokens, 2.0 * width * features * tokens, width * features)
-        self.channels = features
-        return self
+        self.channels, products = features, 2.0 * width * features * tokens
+        return self._add(Kind.LINEAR, width * tokens, features * tokens, products, width * features)
 
     def squeeze(self, reduced: int) -> Net:
         """Squeeze and excitation: a mean, two small products, and a factor for every channel."""
-        channels, side, whole = self.channels, self.side, self.elements
-        self._add(Kind.POOL, whole, channels)
-        self._add(Kind.LINEAR, channels, reduced, 2.0 * channels * reduced, channels * reduced)
-        self._add(Kind.LINEAR, reduced, channels, 2.0 * channels * reduced, channels * reduced)
-        self._add(Kind.SCALE, whole, whole)
-        self.channels, self.side = channels, side
-        return self
+        channels, whole = self.channels, self.elements
+        self._add(Kind.POOL, whole, channels).linear(reduced).linear(channels)
+        return self._add(Kind.SCALE, whole, whole)
 
     def layer_norm(self, width: int, tokens: int) -> Net:
-        self._add(Kind.LAYER_NORM, width * tokens, width * tokens, 0.0, 2 * width)
-        return self
+        return self._add(Kind.LAYER_NORM, width * tokens, width * tokens, 0.0, 2 * width)
 
     def pointwise(self, elements: int, inputs: int = 1) -> Net:
-        self._add(Kind.POINTWISE, inputs * elements, elements)
-        return self
+        return self._add(Kind.POINTWISE, inputs * elements, elements)
 
     def attention(self, width: int, tokens: int, heads: int, window: int | None = None) -> Net:
         """Scores, softmax and the weighted sum; each token attends to `window` tokens."""
         seen = tokens if window is None else window
         operations = 4.0 * tokens * seen * width
-        self._add(Kind.ATTENTION, 3 * width * tokens, width * tokens, operations, scores=heads * tokens * seen)
-        return self
+        return self._add(Kind.ATTENTION, 3 * width * tokens, width * tokens, operations, scores=heads * tokens * seen)
 
-    def transformer(
-        self, width: int, tokens: int, heads: int, window: int | None = None, hidden: int | None = None
-    ) -> Net:
+    def transformer(self, width: int, tokens: int, heads: int, window: int | None = None) -> Net:
         """One encoder layer: attention and a two-layer perceptron, each with a norm and a residual sum."""
-        hidden = 4 * width if hidden is None else hidden
         self.layer_norm(width, tokens).linear(3 * width, tokens, width)
         self.attention(width, tokens, heads, window).linear(width, tokens, width)
-        self.pointwise(width * tokens, 2).layer_norm(width, tokens).linear(hidden, tokens, width)
-        self.pointwise(hidden * tokens).linear(width, tokens, hidden).pointwise(width * tokens, 2)
-        return self
+        self.pointwise(width * tokens, 2).layer_norm(width, tokens).linear(4 * width, tokens, width)
+        self.pointwise(4 * width * tokens).linear(width, tokens, 4 * width)
+        return self.pointwise(width * tokens, 2)
 
 
 def _resnet(
@@ -237,8 +218,8 @@ def _googlenet() -> Net:
 
 def _inception_v3() -> Net:
     net = Net(299)
-    net.conv(32, 3, 2, valid=True).norm().act().conv(32, 3, valid=True).norm().act().cbr(64).pool(2, 3, valid=True)
-    net.cbr(80, 1).conv(192, 3, valid=True).norm().act().pool(2, 3, valid=True)
+    net.cbr(32, 3, 2, valid=True).cbr(32, valid=True).cbr(64).pool(2, 3, valid=True)
+    net.cbr(80, 1).cbr(192, valid=True).pool(2, 3, valid=True)
     for pooled in (32, 64, 64):
         _branches(net, [[(64, 1)], [(48, 1), (64, 5)], [(64, 1), (96, 3), (96, 3)], [(pooled, 1)]])
     side = (net.side - 3) // 2 + 1
@@ -259,7 +240,7 @@ def _inception_v3() -> Net:
 
 def _inception_v4() -> Net:
     net = Net(299)
-    net.conv(32, 3, 2, valid=True).norm().act().conv(32, 3, valid=True).norm().act().cbr(64).cbr(96, 3, 2).concat(160)
+    net.cbr(32, 3, 2, valid=True).cbr(32, valid=True).cbr(64).cbr(96, 3, 2).concat(160)
     net.cbr(64, 1).cbr(64, (7, 1)).cbr(64, (1, 7)).cbr(96).concat(192).cbr(192, 3, 2).concat(384)
     for _ in range(4):
         _branches(net, [[(96, 1)], [(64, 1), (96, 3)], [(64, 1), (96, 3), (96, 3)], [(96, 1)]])
@@ -279,7 +260,7 @@ def _densenet(depths: Sequence[int], growth: int, stem: int) -> Net:
     for level, depth in enumerate(depths):
         for _ in range(depth):
             channels = net.channels
-            net.norm().act().conv(4 * growth, 1).norm().act().conv(growth).concat(channels + growth)
+            net.norm().act().cbr(4 * growth, 1).conv(growth).concat(channels + growth)
         if level < len(depths) - 1:
             net.norm().act().conv(net.channels // 2, 1).pool()
     return net.norm().act().flat().linear(CLASSES)
@@ -297,11 +278,11 @@ _EFFICIENT = (
 _EFFICIENT_SCALES = ((1.0, 1.0, 224), (1.0, 1.1, 240), (1.1, 1.2, 260), (1.2, 1.4, 300), (1.4, 1.8, 380))
 
 
-def _inverted(net: Net, expanded: int, filters: int, stride: int, kernel: int, squeezed: int, acts: int) -> None:
+def _inverted(net: Net, expanded: int, filters: int, stride: int, kernel: int, squeezed: int) -> None:
     before = net.channels
     if expanded != before:
-        net.conv(expanded, 1).norm().act(acts)
-    net.conv(expanded, kernel, stride, expanded).norm().act(acts)
+        net.cbr(expanded, 1)
+    net.cbr(expanded, kernel, stride, expanded)
     if squeezed:
         net.squeeze(squeezed)
     net.conv(filters, 1).norm()
@@ -313,7 +294,7 @@ def _mobilenet_v2() -> Net:
     net = Net().cbr(32, 3, 2)
     for expansion, filters, repeats, stride, kernel in _MOBILE_V2:
         for block in range(repeats):
-            _inverted(net, net.channels * expansion, filters, 1 if block else stride, kernel, 0, 1)
+            _inverted(net, net.channels * expansion, filters, 1 if block else stride, kernel, 0)
     return net.cbr(1280, 1).flat().linear(CLASSES)
 
 
@@ -325,9 +306,9 @@ _MOBILE_V3 = (  # kernel, expanded, channels, squeeze and excitation, stride
 
 
 def _mobilenet_v3() -> Net:
-    net = Net().conv(16, 3, 2).norm().act()
+    net = Net().cbr(16, 3, 2)
     for kernel, expanded, filters, squeezes, stride in _MOBILE_V3:
-        _inverted(net, expanded, filters, stride, kernel, squeezes * (expanded // 4), 1)
+        _inverted(net, expanded, filters, stride, kernel, squeezes * (expanded // 4))
     return net.cbr(960, 1).flat().linear(1280).act().linear(CLASSES)
 
 
@@ -337,13 +318,12 @@ def _efficientnet(size: int) -> Net:
     def scaled(filters: int) -> int:
         return max(8, int(filters * wide + 4) // 8 * 8)
 
-    net = Net(side).conv(scaled(32), 3, 2).norm().act()
+    net = Net(side).cbr(scaled(32), 3, 2)
     for expansion, filters, repeats, stride, kernel in _EFFICIENT:
         for block in range(-int(-repeats * deep // 1)):
             before = net.channels
-            own = (1 if block else stride, kernel, max(1, before // 4))
-            _inverted(net, before * expansion, scaled(filters), *own, 1)
-    return net.conv(scaled(1280), 1).norm().act().flat().linear(CLASSES)
+            _inverted(net, before * expansion, scaled(filters), 1 if block else stride, kernel, max(1, before // 4))
+    return net.cbr(scaled(1280), 1).flat().linear(CLASSES)
 
 
 def _regnet(depths: Sequence[int], widths: Sequence[int], group: int, *, squeezes: bool) -> Net:

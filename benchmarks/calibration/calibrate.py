@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,7 +22,7 @@ from benchmarks.calibration.published import PublishedRun, predict_run, publishe
 from benchmarks.calibration.reading import Reading, read_row, row_rate
 from benchmarks.calibration.rows import known_rows
 from stagewright.cluster.catalog import read_catalog, shipped
-from stagewright.cluster.specs import HALF, Catalog
+from stagewright.cluster.specs import HALF, Catalog, DeviceSpec
 from stagewright.planning.compare import Evidence
 from stagewright.voice import SILENT, Voice
 
@@ -47,6 +47,12 @@ _LOSSES: Mapping[str, tuple[float, Callable[[Observation], bool]]] = {
 _SOFTWARE = ("mxnet", "oneflow", "paddle", "pipedream", "pytorch", "tensorflow", "tensorflow-xla")
 
 
+def units_of(device: DeviceSpec, precision: str, convolution: bool = True) -> str:
+    """What computes in a precision; all kinds of half precision count as one."""
+    units = device.units(precision, convolution=convolution)
+    return "fp16" if units in HALF else units
+
+
 @dataclass(frozen=True)
 class Observation:
     """A measured rate, what it depends on, and how to predict it."""
@@ -65,17 +71,14 @@ class Observation:
 
     def uses(self, units: str, *, convolution: bool, family: str | None = None) -> bool:
         """Whether units of a family compute its convolutions, or its products."""
-        for kind in self.kinds:
-            device = shipped().device(kind)
-            own = device.units(self.precision, convolution=convolution)
-            own = "fp16" if own in HALF else own
-            if own == units and family in (None, device.family.name):
-                return True
-        return False
+        devices = [shipped().device(kind) for kind in self.kinds]
+        return any(
+            units_of(device, self.precision, convolution) == units and family in (None, device.family.name)
+            for device in devices
+        )
 
-
-def _is_of(o: Observation, family: str) -> bool:
-    return any(shipped().device(kind).family.name == family for kind in o.kinds)
+    def is_of(self, family: str) -> bool:
+        return any(shipped().device(kind).family.name == family for kind in self.kinds)
 
 
 def _is_on(o: Observation, host: str) -> bool:
@@ -169,7 +172,7 @@ def parameters(observed: Sequence[Observation]) -> list[Parameter]:
     found.append(Parameter(("kernels", "slope"), 0.3, 0.4, lambda o: o.precision not in ("fp64", "ieee")))
     for family in _FAMILIES:
         path = ("family", family, "memory")
-        found.append(Parameter(path, _MEMORY_PRIORS.get(family, 1.0), 0.08, partial(_is_of, family=family)))
+        found.append(Parameter(path, _MEMORY_PRIORS.get(family, 1.0), 0.08, partial(Observation.is_of, family=family)))
     for name, (mean, _) in _LOSSES.items():
         found.append(Parameter(("shared", name), mean, 0.8, partial(_loses, name=name)))
     for software in _SOFTWARE:
@@ -280,13 +283,30 @@ def seen_units(fitted: Sequence[Observation]) -> frozenset[tuple[str, str]]:
     for o in fitted:
         for kind in o.kinds:
             device = shipped().device(kind)
-            units = device.units(o.precision, convolution=True)
-            units = "fp16" if units in HALF else units
+            units = units_of(device, o.precision)
             seen |= {(device.name, units), (f"family {device.family.name}", units)}
     return frozenset(seen)
 
 
 # --- The file ---------------------------------------------------------------------------------------------------------
+
+
+_HEAD = """\
+# The catalog's free figures, written by `python -m benchmarks calibrate`: fitted to the published runs and
+# measured rows, from the priors of benchmarks/calibration. A figure that no row depends on keeps its prior.
+# errors: what nine of ten held-back rows are within, in logarithms, by class of evidence.
+
+[source.published-fit]
+text = "fitted to the published runs and measured rows by `python -m benchmarks calibrate`"
+date = "2026-11"
+checked = true
+measured = "several runs"
+
+[source.data-sheet-host]
+text = "estimate: hosts differ by an order of magnitude; an old one with two sockets, and a server of 2022"
+date = "2026-11"
+checked = false
+"""
 
 
 def calibration_text(whole: Fit, errors: Mapping[Evidence, float], observed: Sequence[Observation]) -> str:
@@ -295,21 +315,7 @@ def calibration_text(whole: Fit, errors: Mapping[Evidence, float], observed: Seq
     budgets = [*tables.get("hosts", {}).values(), _SLOW_HOST]  # the slow ones publish little
     usual = math.exp(statistics.fmean(math.log(budget) for budget in budgets))
     lines = [
-        "# The catalog's free figures, written by `python -m benchmarks calibrate`: fitted to the published runs and",
-        "# measured rows, from the priors of benchmarks/calibration. A figure that no row depends on keeps its prior.",
-        "# errors: what nine of ten held-back rows are within, in logarithms, by class of evidence.",
-        "",
-        "[source.published-fit]",
-        'text = "fitted to the published runs and measured rows by `python -m benchmarks calibrate`"',
-        'date = "2026-11"',
-        "checked = true",
-        'measured = "several runs"',
-        "",
-        "[source.data-sheet-host]",
-        'text = "estimate: hosts differ by an order of magnitude; an old one with two sockets, and a server of 2022"',
-        'date = "2026-11"',
-        "checked = false",
-        "",
+        _HEAD,
         "[host]    # what all copies of a machine through its host get together, where nobody measured it",
         f'budget = [{usual:.4g}, "published-fit"]',
         f'slow = [{_SLOW_HOST:.4g}, "data-sheet-host"]',
@@ -332,15 +338,14 @@ def _section(path: str, table: Mapping[str, Any]) -> list[str]:
     lines = ["", f"[{path}]"] if plain or path.startswith("family.") else []
     for key, value in plain.items():
         lines.append(f'{key} = "{value}"' if isinstance(value, str) else f'{key} = [{value:.4g}, "published-fit"]')
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            lines += _section(f"{path}.{key}", value)
+    for key in [key for key in table if key not in plain]:
+        lines += _section(f"{path}.{key}", table[key])
     return lines
 
 
 def _fitted_devices(observed: Sequence[Observation]) -> dict[str, Any]:
-    devices: dict[str, Any] = defaultdict(lambda: {"evidence": {}})
+    devices: dict[str, Any] = {}
     for name, units in sorted(seen_units(observed)):
         if not name.startswith("family "):
-            devices[name]["evidence"][units] = str(Evidence.FITTED)
-    return dict(devices)
+            devices.setdefault(name, {"evidence": {}})["evidence"][units] = str(Evidence.FITTED)
+    return devices

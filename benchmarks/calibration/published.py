@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -78,14 +79,13 @@ def _tables() -> dict[str, Any]:
 @cache
 def published_runs() -> tuple[PublishedRun, ...]:
     """Every run of the catalog."""
-    tables = _tables()
-    runs = []
-    for entry in tables["run"]:
-        values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
-        }
-        runs.append(PublishedRun(software=tables["system"][entry["system"]], **values))
-    return tuple(runs)
+    return tuple(map(_run, _tables()["run"]))
+
+
+def _run(entry: Mapping[str, Any], **more: Any) -> PublishedRun:
+    """A run by its entry, with the software of its system."""
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    return PublishedRun(software=_tables()["system"][entry["system"]], **values, **more)
 
 
 def run_plan(run: PublishedRun, catalog: Catalog) -> Plan:
@@ -130,26 +130,19 @@ def published_pairs() -> list[tuple[PublishedRun, PublishedRun, float]]:
     for staged in runs:
         if staged.placement is None or staged.rate is None:
             continue
-        alike = [
-            run
-            for run in runs
-            if run.mode == "dp"
-            and run.rate is not None
-            and (run.system, run.model, run.cluster, run.data)
-            == (staged.system, staged.model, staged.cluster, staged.data)
-        ]
+        alike = [run for run in runs if run.mode == "dp" and run.rate is not None and _work(run) == _work(staged)]
         best = max(alike, key=lambda run: run.rate or 0.0)
         pairs.append((staged, best, staged.rate / (best.rate or 1.0)))
     for entry in _tables()["speedup"]:
         about = {key: entry[key] for key in ("system", "model", "cluster", "precision", "data")}
-        software = _tables()["system"][entry["system"]]
-        staged = PublishedRun(
-            software=software, mode=entry["mode"], placement=entry["placement"], microbatch=entry["microbatch"], **about
-        )
-        devices = entry["microbatch"] * len(shipped().cluster(entry["cluster"]).devices)
-        parallel = PublishedRun(software=software, mode="dp", global_batch=devices, **about)
-        pairs.append((staged, parallel, entry["over_dp"]))
+        own = {key: entry[key] for key in ("mode", "placement", "microbatch")}
+        batch = entry["microbatch"] * len(shipped().cluster(entry["cluster"]).devices)
+        pairs.append((_run(about | own), _run(about, mode="dp", global_batch=batch), entry["over_dp"]))
     return pairs
+
+
+def _work(run: PublishedRun) -> tuple[str, ...]:
+    return run.system, run.model, run.cluster, run.data
 
 
 def run_kinds(run: PublishedRun) -> tuple[int, int, tuple[str, ...], bool]:

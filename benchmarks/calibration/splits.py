@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.calibration.calibrate import HOST_PRIOR, Observation, fit, observations, seen_units
+from benchmarks.calibration.calibrate import HOST_PRIOR, Observation, fit, observations, seen_units, units_of
 from benchmarks.calibration.published import predict_run, published_pairs
 from benchmarks.calibration.reading import Reading, Unknown, read_row, row_rate
 from benchmarks.calibration.rows import SPLITS, known_rows, split_by_source
-from stagewright.cluster.specs import HALF, Catalog
+from stagewright.cluster.specs import Catalog
 from stagewright.hardware.rows import Row
 from stagewright.planning.compare import Evidence, bounds, worst
 from stagewright.voice import SILENT, Voice
@@ -72,12 +72,10 @@ def card_evidence(reading: Reading, catalog: Catalog, seen: frozenset[tuple[str,
     found = []
     for kind in reading.kinds:
         device = catalog.device(kind)
-        units = device.units(reading.precision, convolution=True)
-        units = "fp16" if units in HALF else units
+        units = units_of(device, reading.precision)
         is_family = (f"family {device.family.name}", units) in seen
-        found.append(
-            Evidence.FITTED if (device.name, units) in seen else Evidence.FAMILY if is_family else Evidence.SHEET
-        )
+        other = Evidence.FAMILY if is_family else Evidence.SHEET
+        found.append(Evidence.FITTED if (device.name, units) in seen else other)
     return worst(found)
 
 
@@ -151,8 +149,9 @@ class Split:
         return [row for row in self.rows if row.row not in self.given]
 
     def median(self, software: str | None = None) -> float:
-        """The median error of all rows, or of those of a software."""
-        return _median(row.error for row in self.counted if software in (None, row.software))
+        """The median error of all rows, or of those of a software; 0 where there is none."""
+        errors = [abs(row.error) for row in self.counted if software in (None, row.software)]
+        return statistics.median(errors) if errors else 0.0
 
     @property
     def worst_direct(self) -> float:
@@ -178,11 +177,6 @@ class Split:
 
 def is_direct(row: Row) -> bool:
     return row.gpus == 1 or "nv" in row.link.lower()
-
-
-def _median(errors: Iterable[float]) -> float:
-    found = [abs(error) for error in errors]
-    return statistics.median(found) if found else 0.0
 
 
 def _worst(errors: Iterable[float]) -> float:
