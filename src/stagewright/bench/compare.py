@@ -97,15 +97,14 @@ def _segment_rates(run: Run) -> list[float]:
     return [batch * count / seconds for count, seconds in segments(speed.steady, _SEGMENTS) if seconds]
 
 
-def _about(run: Run, name: str) -> dict[str, Any]:
-    """A table of a run's env.json."""
+def _table(run: Run, name: str) -> dict[str, Any]:
     found = run.environment.get(name)
     return found if isinstance(found, dict) else {}
 
 
 def _work(run: Run) -> dict[str, str]:
     """What must be the same for speeds to be comparable."""
-    host, gpus = _about(run, "host"), run.environment.get("gpus")
+    host, gpus = _table(run, "host"), run.environment.get("gpus")
     names = [str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
     return {
         "model": run.model,
@@ -127,7 +126,7 @@ def _circumstances(run: Run) -> dict[str, str]:
         "optimizer": str(run.section("optimizer").get("name")),
         "lr": str(run.section("optimizer").get("lr")),
         "seed": str(run.section("run").get("seed")),
-        "torch": str(_about(run, "libraries").get("torch")),
+        "torch": str(_table(run, "libraries").get("torch")),
         "compiled": str(run.section("run").get("compile")),
     }
 

@@ -234,19 +234,16 @@ def _mark_keys(marks: Iterable[Mark], without: Sequence[str] = ()) -> str:
 
 
 def _about_curves(curves: Curves) -> str:
-    said, more = curves.curves[:_MOST_SAID], len(curves.curves) - _MOST_SAID
-    parts = [f"{curve.label}: {_about_curve(curve)}" for curve in said if curve.points]
+    """The ends of the first curves, and their extremes where those differ from the ends."""
+    parts, more = [], len(curves.curves) - _MOST_SAID
+    for curve in (curve for curve in curves.curves[:_MOST_SAID] if curve.points):
+        first, last = (format_number(curve.points[end].y) for end in (0, -1))
+        known = [point.y for point in curve.points if math.isfinite(point.y)]
+        extremes = (("lowest", min(known)), ("highest", max(known))) if known else ()
+        said = [f"{name} {shown}" for name, y in extremes if (shown := format_number(y)) not in (first, last)]
+        parts.append(f"{curve.label}: {', '.join((f'first {first}', f'last {last}', *said))}")
     band = " Shaded: 95 % intervals." if any(p.low is not None for c in curves.curves for p in c.points) else ""
     return f"{'; '.join(parts)}{f'; and {more} more' if more > 0 else ''}.{band}" if parts else "No points."
-
-
-def _about_curve(curve: Curve) -> str:
-    """The ends of a curve, and its extremes where they differ from the ends."""
-    ends = [format_number(curve.points[0].y), format_number(curve.points[-1].y)]
-    known = [point.y for point in curve.points if math.isfinite(point.y)]
-    extremes = (("lowest", min(known)), ("highest", max(known))) if known else ()
-    more = [f"{name} {shown}" for name, value in extremes if (shown := format_number(value)) not in ends]
-    return ", ".join((f"first {ends[0]}", f"last {ends[1]}", *more))
 
 
 # --- Timelines --------------------------------------------------------------------------------------------------------

@@ -52,8 +52,9 @@ def _names(runs: Sequence[Run]) -> list[str]:
 def _blocks(named: dict[str, Run]) -> Iterator[Block]:
     real = {name: run for name, run in named.items() if not run.is_emulated}
     colours = {name: number for number, name in enumerate(named)}
-    unit = _common_unit(real)
-    yield Summary(tuple(_sentences(named, real)))
+    units = {run.unit for run in real.values()}
+    unit = units.pop() if len(units) == 1 else ThroughputUnit("samples") if units else IMAGES
+    yield Summary(tuple(_sentences(named, real, unit)))
     yield _overview(named, unit)
     if bars := tuple(_bars(real, unit, colours)):
         yield Bars("Speed", unit.rate, bars, _NOT_RANKED if len(real) < len(named) else "")
@@ -64,10 +65,7 @@ def _blocks(named: dict[str, Run]) -> Iterator[Block]:
     for name, run in named.items():
         title = f"Timeline: {name}"
         pipeline = pipeline_of(run, title)
-        if pipeline is None:
-            yield Note(title, f"No timeline: {no_timeline(run)}.")
-        else:
-            yield replace(pipeline, colour=colours[name])
+        yield replace(pipeline, colour=colours[name]) if pipeline else Note(title, f"No timeline: {no_timeline(run)}.")
     held = {name: max(peak.values()) / MIB for name, run in real.items() if (peak := peak_memory(run.own_usage))}
     if peaks := tuple(Bar(name, size, colour=colours[name]) for name, size in held.items()):
         yield Bars("Memory", "MiB", peaks, "Measured peak of the rank that used most.")
@@ -82,13 +80,11 @@ def _throughputs(real: dict[str, Run], unit: ThroughputUnit, colours: dict[str, 
         for number, name in enumerate(found)
         for mark in training_pauses(real[name])
     )
-    curves = tuple(Curve(name, points, colour=colours[name]) for name, points in found.items())
-    if curves:
+    if curves := tuple(Curve(name, points, colour=colours[name]) for name, points in found.items()):
         yield Curves("Throughput", "seconds of training", unit.rate, curves, marks=marks, from_zero=True)
 
 
-def _sentences(named: dict[str, Run], real: dict[str, Run]) -> Iterator[str]:
-    unit = _common_unit(real)
+def _sentences(named: dict[str, Run], real: dict[str, Run], unit: ThroughputUnit) -> Iterator[str]:
     speeds = {name: unit.of(speed) for name, run in real.items() if (speed := run.images_per_second)}
     if len(speeds) > 1:
         (best, most), *rest = sorted(speeds.items(), key=lambda entry: -entry[1])
@@ -120,12 +116,6 @@ def _best(named: dict[str, Run]) -> Iterator[str]:
     yield f"{best} has the best {shown} (others: {rest})."
 
 
-def _common_unit(runs: dict[str, Run]) -> ThroughputUnit:
-    """The unit of all runs; samples where they differ."""
-    units = {run.unit for run in runs.values()}
-    return units.pop() if len(units) == 1 else ThroughputUnit("samples") if units else IMAGES
-
-
 def _bars(real: dict[str, Run], unit: ThroughputUnit, colours: dict[str, int]) -> Iterator[Bar]:
     for name, run in real.items():
         if speed := run.images_per_second:
@@ -135,8 +125,8 @@ def _bars(real: dict[str, Run], unit: ThroughputUnit, colours: dict[str, int]) -
 
 
 def _overview(named: dict[str, Run], unit: ThroughputUnit) -> Table:
-    last_metrics = [run.evaluations[-1].metrics for run in named.values() if run.evaluations]
-    names = list(dict.fromkeys(name for metrics in last_metrics for name in headline_metrics(metrics)))[:_MOST_METRICS]
+    learnt = [headline_metrics(run.evaluations[-1].metrics) for run in named.values() if run.evaluations]
+    names = list(dict.fromkeys(name for metrics in learnt for name in metrics))[:_MOST_METRICS]
     rows = []
     for name, run in named.items():
         speed, last = run.images_per_second, run.evaluations[-1] if run.evaluations else None
@@ -156,8 +146,8 @@ def _overview(named: dict[str, Run], unit: ThroughputUnit) -> Table:
                 run.name,
             )
         )
-    learnt = (*map(metric_label, names), "evaluation loss", "measured on", "training loss")
-    columns = ("run", unit.rate, *learnt, "steps", "time", "waiting", "folder")
+    scores = (*map(metric_label, names), "evaluation loss", "measured on", "training loss")
+    columns = ("run", unit.rate, *scores, "steps", "time", "waiting", "folder")
     return Table("Overview", columns, tuple(rows), colours=tuple(range(len(rows))))
 
 

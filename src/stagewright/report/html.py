@@ -38,11 +38,16 @@ def as_html(page: Page, *, poll: float | None = None, is_listed: bool = False) -
     )
     above = '<a class="above" href="../">All runs</a>' if is_listed else ""
     wait = f' data-poll="{poll:g}"' if poll else ""
+    connect = "; connect-src 'self'" if poll else ""  # a live page may ask its own server, any other page nothing
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
+        f"base-uri 'none'; form-action 'none'{connect}"
+    )
     requests = "It requests updates from this machine only." if poll else "It is one file and loads nothing."
     return (
         f'<!doctype html>\n<html lang="en"{wait}>\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" '
-        f'content="{escape(content_policy(style, script, is_live=poll is not None))}">\n'
+        f'content="{escape(policy)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<meta name="referrer" content="no-referrer">\n'
         f'<link rel="icon" href="data:,">\n<title>{escape(page.title)}</title>\n<style>{style}</style>\n</head>\n'
@@ -68,15 +73,6 @@ def _sized(blocks: Sequence[Block]) -> Iterator[Block]:
             yield replace(shown, total=len(block.timeline.spans))
         else:
             yield block
-
-
-def content_policy(style: str, script: str, *, is_live: bool = False) -> str:
-    """Allow this page's own style and script, by hash, and no requests; a live page may ask its own origin."""
-    connect = "; connect-src 'self'" if is_live else ""
-    return (
-        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
-        f"base-uri 'none'; form-action 'none'{connect}"
-    )
 
 
 def _hash(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,7 +38,6 @@ _PLAN_FIELDS: dict[str, Any] = {
 _PROOF_FIELDS = {"way": str, "samples": int, "precision": str, "difference": float, "seconds": float}
 _LONGEST_UNIT = 20
 Recorded = TypeVar("Recorded")
-_BAD_CONTENT = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,18 +280,13 @@ def _read_timeline(path: Path) -> Timeline | None:
     trace = read_object(path)
     try:
         return None if trace is None else Timeline(tuple(build(Span, span) for span in Timeline.of_trace(trace).spans))
-    except _BAD_CONTENT:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
         return None
 
 
 def _read_memory(path: Path) -> tuple[dict[str, float], ...] | None:
-    found = read_object(path)
-    try:
-        parts = found["ranks"] if found else None
-        ranks = tuple({str(name): float(size) for name, size in rank.items()} for rank in parts or ())
-    except _BAD_CONTENT:
-        return None
-    return ranks if ranks and all(fits(size, float) for rank in ranks for size in rank.values()) else None
+    ranks = (read_object(path) or {}).get("ranks")
+    return tuple(ranks) if ranks and fits(ranks, tuple[Mapping[str, float], ...]) else None
 
 
 def as_number(value: object) -> float | None:

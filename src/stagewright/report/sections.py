@@ -57,9 +57,8 @@ def configuration(run: Run) -> Table:
     ]
     if plan.get("cuts"):
         rows.append(("cut", _proven(run)))
-    for word in ("dynamic", "emulate", "compile", "deterministic", "share_gpu"):
-        if run.section("run").get(word) is True:
-            rows.append((word.replace("_", " "), "yes"))
+    flags = ("dynamic", "emulate", "compile", "deterministic", "share_gpu")
+    rows += [(flag.replace("_", " "), "yes") for flag in flags if run.section("run").get(flag) is True]
     return Table("Configuration", ("what", "value"), tuple(rows))
 
 

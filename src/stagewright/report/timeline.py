@@ -12,6 +12,7 @@ import base64
 import math
 import re
 from bisect import bisect_left
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -94,12 +95,12 @@ def busy_shares(run: Run) -> tuple[float, ...] | None:
         return None
     first = max(min(span.start for span in spans) for spans in by_rank)
     last = min(max(span.end for span in spans) for spans in by_rank)
-    paused = sum(max(0.0, min(mark.end, last) - max(mark.start, first)) for mark in pauses(run))
-    trained = last - first - paused
-    if trained <= 0:
-        return None
-    busy = [sum(max(0.0, min(span.end, last) - max(span.start, first)) for span in spans) for spans in by_rank]
-    return tuple(min(1.0, seconds / trained) for seconds in busy)
+
+    def within(stretches: Iterable[Span | Mark]) -> float:
+        return sum(max(0.0, min(one.end, last) - max(one.start, first)) for one in stretches)
+
+    trained = last - first - within(pauses(run))
+    return tuple(min(1.0, within(spans) / trained) for spans in by_rank) if trained > 0 else None
 
 
 def _training(run: Run) -> list[list[Span]]:
