@@ -79,12 +79,11 @@ def compare_runs(first: Run, second: Run) -> Comparison:
     """Compare segments of the batches after each run's warm-up; emulated runs only by their losses and accuracy."""
     notes = [*_learning(first, second), *_differences(_circumstances(first), _circumstances(second))]
     reasons = tuple(_differences(_work(first), _work(second)))
-    emulated = [side for side, run in (("A", first), ("B", second)) if run.is_emulated]
-    if emulated:
+    if emulated := [side for side, run in (("A", first), ("B", second)) if run.is_emulated]:
         why = f"speed: {' and '.join(emulated)} emulated all ranks in one process"
         return Comparison(first.name, second.name, (), (why, *reasons), tuple(notes))
-    rates = [_segment_rates(run) for run in (first, second)]
-    pair = Pair("throughput", median_interval(rates[0]), median_interval(rates[1]), ratio(rates[1], rates[0]))
+    one, other = _segment_rates(first), _segment_rates(second)
+    pair = Pair("throughput", median_interval(one), median_interval(other), ratio(other, one))
     notes.append("one run each: the intervals do not cover how runs vary; stagewright bench repeats runs")
     return Comparison(first.name, second.name, (pair,), reasons, tuple(notes), first.unit.rate)
 
@@ -187,8 +186,8 @@ def _row_pair(row: Row, other: Row) -> Pair:
     if not (row.repeats and other.repeats):
         value = other.rate.value / row.rate.value
         return Pair(what, row.rate, other.rate, Interval(value, value, value), is_predicted=True)
-    rates = [[repeat.rate for repeat in side.repeats] for side in (other, row)]
-    return Pair(what, row.rate, other.rate, ratio(rates[0], rates[1]))
+    ours, theirs = ([repeat.rate for repeat in side.repeats] for side in (other, row))
+    return Pair(what, row.rate, other.rate, ratio(ours, theirs))
 
 
 def describe(comparison: Comparison) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A bench's folder: bench.json, report.md, report.html and, of benches that train runs, logs.zip."""
+"""What a bench leaves: bench.json, report.md, report.html and logs.zip in its folder, and rows for others (`--row`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import Any
 from rich.console import Console
 
 from stagewright.bench.anonymous import Clean, anonymous, make_cleaner
-from stagewright.bench.result import FILE, Found, Outcome
+from stagewright.bench.result import FILE, Found, Outcome, Row
+from stagewright.cluster.placement import parse_placement
 from stagewright.errors import Interrupted, UserError, counted
+from stagewright.hardware import rows
 from stagewright.report.live.progress import ProgressLine
 from stagewright.report.live.terminal import open_console
 from stagewright.report.page import Page
@@ -111,3 +113,31 @@ def require_none_failed(outcome: Outcome, folder: Path) -> None:
     if failed := [row for row in outcome.rows if row.kind == "failed"]:
         first, count = failed[0], f"{len(failed)} of {len(outcome.rows)} configurations"
         raise UserError(f"{count} failed, first {first.group}, {first.label}: {first.reason}; the rest is in {folder}")
+
+
+def append_rows(outcome: Outcome, path: str) -> int:
+    """`--row FILE`: append what was measured of plain data parallel, for others; returns how many rows those are."""
+    found = [row for measured in outcome.rows if (row := _row_of(outcome, measured)) is not None]
+    if not found:
+        what = f"none of the {len(outcome.rows)} configurations was measured in mode dp; rows are of those"
+        raise UserError(f"--row {path}: {what}")
+    rows.append_rows(found, path)
+    return len(found)
+
+
+def _row_of(outcome: Outcome, row: Row) -> rows.Row | None:
+    if row.kind != "measured" or row.rate is None or row.mode != "dp" or not row.placement:
+        return None
+    devices = [device for stage in parse_placement(row.placement) for device in stage]
+    return rows.Row(
+        hardware=rows.hardware_of(outcome.machine, row.device),
+        gpus=len(devices),
+        nodes=len({device.machine for device in devices}),
+        software=rows.software_of(outcome.machine),
+        model=row.model,
+        precision=row.precision,
+        batch_per_gpu=max(1, row.batch // len(devices)),
+        images_per_second=round(row.rate.value, 2),
+        source=f"{outcome.command}, {outcome.date}",
+        note=f"{row.data or 'synthetic'} data, median of {len(row.repeats)}",
+    )

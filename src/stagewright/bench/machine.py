@@ -6,13 +6,14 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from stagewright.events import Usage, read_usage
+from stagewright.bench.result import Repeat
+from stagewright.events import read_usage
 from stagewright.plan.plan import Plan
 from stagewright.report.figures import peak_memory
 from stagewright.report.read import read_lines
@@ -24,32 +25,19 @@ MPS_SECONDS = 10  # that the daemon gives its clients to end
 _FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """What the monitor saw of a run; empty where there was no monitor."""
-
-    memory: tuple[int, ...] = ()  # bytes of the fullest rank of each stage
-    gpu_memory: tuple[int, ...] = ()  # the same, as counted by the GPU's driver
-    others: float | None = None  # cores that other processes kept busy
-    throttled: tuple[str, ...] = ()
-    foreign: int = 0  # the most processes of other programs on one GPU
-
-
-def observed(folder: Path, plan: Plan) -> Observed:
-    """Read what the monitor left in a run folder."""
+def with_usage(repeat: Repeat, folder: Path, plan: Plan) -> Repeat:
+    """The repeat with the peaks that the monitor of its run saw, and what disturbed it; the same without a monitor."""
     uses = [use for path in sorted(folder.glob("monitor*.jsonl")) for use in read_usage(read_lines(path))]
-    return summarize(uses, plan) if uses else Observed()
-
-
-def summarize(uses: Sequence[Usage], plan: Plan) -> Observed:
-    """The peaks over a monitor's samples, and what disturbed the run."""
+    if not uses:
+        return repeat
     gpus: dict[int, int] = {}
     seen = [gpu for use in uses for gpu in use.gpus]
     for gpu in seen:
         if gpu.memory is not None:
             gpus[gpu.index] = max(gpus.get(gpu.index, 0), gpu.memory)
     placed = {rank: gpus[device.index % len(gpus)] for rank, device in enumerate(plan.devices)} if gpus else {}
-    return Observed(
+    return replace(
+        repeat,
         memory=_by_stage(plan, peak_memory(uses)),
         gpu_memory=_by_stage(plan, placed),
         others=median(max(0.0, use.cores - sum(rank.cores for rank in use.ranks)) for use in uses),

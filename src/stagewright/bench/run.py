@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from stagewright.bench.machine import observed, shared_gpu
+from stagewright.bench.machine import shared_gpu, with_usage
 from stagewright.bench.predict import Capacity, local_capacity, predict_config
 from stagewright.bench.result import Outcome, Repeat, Row, new_outcome
 from stagewright.bench.statistics import Interval, paired_ratio
@@ -123,7 +123,7 @@ def _repeat(result: Result) -> Repeat:
     speed = steady_rate(result.steps, result.plan.batch, {found.batch for found in result.evaluations})
     if speed is None:
         raise UserError("0 timed batches give no speed; train at least 1")
-    return Repeat(
+    repeat = Repeat(
         rate=result.unit.of(speed.rate),
         warmup=speed.warmup,
         is_steady=speed.is_steady,
@@ -131,8 +131,8 @@ def _repeat(result: Result) -> Repeat:
         loss=result.steps[-1].loss,
         metrics=headline_metrics(result.evaluations[-1].metrics) if result.evaluations else {},
         run=result.folder.name,
-        **asdict(observed(result.folder, result.plan)),
     )
+    return with_usage(repeat, result.folder, result.plan)
 
 
 def _config_or_reason(configuration: Configuration, capacity: Capacity, options: SuiteOptions) -> Config | str:

@@ -12,9 +12,8 @@ from stagewright.bench import data
 from stagewright.bench.demo.page import demo_page, sentences, show_table, warnings
 from stagewright.bench.demo.run import run_demo as train_both
 from stagewright.bench.demo.run import simulated_win
-from stagewright.bench.folder import measure_and_show, require_none_failed
+from stagewright.bench.folder import append_rows, measure_and_show, require_none_failed
 from stagewright.bench.pages import outcome_page, show
-from stagewright.bench.rows import append_rows
 from stagewright.bench.run import run_suite
 from stagewright.bench.suite import SuiteOptions, read_suite
 from stagewright.cli.parser import moved_bench

@@ -10,7 +10,7 @@ from typing import Any
 
 from stagewright.events import GpuUsage, Usage
 from stagewright.metrics import GIB, MIB
-from stagewright.report.columns import Column, page_table
+from stagewright.report.columns import Column, page_table, used
 from stagewright.report.figures import memory_kind, no_memory, peak_memory, training_seconds
 from stagewright.report.page import Block, Curve, Curves, Listing, Note, Point, Stack, Stacks, Table
 from stagewright.report.read import Run
@@ -64,13 +64,11 @@ def configuration(run: Run) -> Table:
 
 def _proven(run: Run) -> str:
     """What was proven of the cut before the first step."""
+    if (proof := run.proof) is None:
+        return "not proven"
     return (
-        "not proven"
-        if run.proof is None
-        else (
-            "proven against the whole model in {seconds:.1f} s: {samples} samples in {precision}, largest difference "
-            "{difference:.1e} (cut by {way})"
-        ).format(**run.proof)
+        f"proven against the whole model in {proof['seconds']:.1f} s: {proof['samples']} samples in "
+        f"{proof['precision']}, largest difference {proof['difference']:.1e} (cut by {proof['way']})"
     )
 
 
@@ -87,34 +85,31 @@ def stages(run: Run) -> Table:
     def fullest(sizes: dict[int, float], stage: int) -> float | None:
         return max((sizes[rank] / MIB for rank in ranks[stage] if rank in sizes), default=None)
 
-    columns: list[Column[int]] = [
+    columns: tuple[Column[int], ...] = (
         Column("stage", lambda stage: stage),
         Column("devices", lambda stage: run.rank_map.devices[stage]),
         Column("from", lambda stage: "" if stage == 0 else cuts[stage - 1] if stage <= len(cuts) else "?"),
         Column("versions", lambda stage: of_plan("versions", stage)),
         Column("depth", lambda stage: of_plan("depths", stage)),
-    ]
-    if run.memory:
-        columns.append(Column("memory MiB, predicted", lambda stage: fullest(predicted, stage), format_number))
-    if peaks:
-        columns.append(Column("peak MiB, measured", lambda stage: fullest(peaks, stage), format_number))
-    return page_table("Stages", columns, range(len(ranks)))
+        Column("memory MiB, predicted", lambda stage: fullest(predicted, stage), format_number),
+        Column("peak MiB, measured", lambda stage: fullest(peaks, stage), format_number),
+    )
+    return page_table("Stages", used(columns, range(len(ranks))), range(len(ranks)))
 
 
 def memory(run: Run) -> Iterator[Block]:
     """Predicted memory by part and rank, and the peaks that the monitor measured."""
-    peaks = peak_memory(run.own_usage)
     if run.memory:
         stacks = tuple(
             Stack(label, tuple((name, size / MIB) for name, size in parts.items() if size))
             for label, parts in zip(run.rank_map.labels, run.memory, strict=False)
         )
         yield Stacks("Memory by part", "MiB", stacks, "Predicted by the planner.")
-    if not peaks:
+    if peaks := sorted(peak_memory(run.own_usage).items()):
+        stacks = tuple(Stack(run.label(rank), (("peak", size / MIB),)) for rank, size in peaks)
+        yield Stacks("Memory", "MiB", stacks, f"Measured peak of each process: {memory_kind(run)}.")
+    else:
         yield Note("Memory", f"No measured memory: {no_memory(run)}.")
-        return
-    stacks = tuple(Stack(run.label(rank), (("peak", size / MIB),)) for rank, size in sorted(peaks.items()))
-    yield Stacks("Memory", "MiB", stacks, f"Measured peak of each process: {memory_kind(run)}.")
 
 
 def epochs(run: Run) -> Table | None:

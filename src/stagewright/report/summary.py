@@ -63,15 +63,15 @@ def busy_sentences(run: Run) -> Iterator[str]:
         return
     if (shares := busy_shares(run)) is None:
         return
-    share = waiting(shares)
+    most, share = max(shares), waiting(shares)
     if len(shares) == 1:
-        yield f"The only rank computes {format_share(shares[0])} of the time."
+        yield f"The only rank computes {format_share(most)} of the time."
         return
     yield (
-        f"The busiest is {busiest_rank(run, shares)}: it computes {format_share(max(shares))} of the time. Over all "
+        f"The busiest is {busiest_rank(run, shares)}: it computes {format_share(most)} of the time. Over all "
         f"ranks, {format_share(share)} of the time is not spent computing."
     )
-    if max(shares) < _BOTTLENECK:
+    if most < _BOTTLENECK:
         yield "No rank is busy all the time: messages, data or other processes delay the pipeline."
     elif share > 0.2:
         yield "The other ranks wait for it: give its stage more devices or fewer layers."
@@ -101,10 +101,8 @@ def _best(run: Run) -> Iterator[str]:
         kept = " Its checkpoint is kept: RUN/best." if best.get("checkpoint") else ""
         name = printable(best["metric"])
         yield f"Best: {metric_label(name)} {format_metric(name, best['value'])} after step {best['batch']:,}.{kept}"
-        return
-    metric = run.metric
-    found = [(e.metrics[metric], e.batch) for e in run.evaluations if metric in e.metrics] if metric else []
-    if metric and found:
+    elif metric := run.metric:
+        found = [(e.metrics[metric], e.batch) for e in run.evaluations if metric in e.metrics]
         value, batch = (min if is_lower_better(metric) else max)(found, key=lambda pair: pair[0])
         if batch != run.evaluations[-1].batch and value != found[-1][0]:
             shown = f"{metric_label(metric)} was best after step {batch:,}: {format_metric(metric, value)}"
@@ -129,10 +127,10 @@ def _machine(run: Run) -> Iterator[str]:
     samples = run.own_usage
     if found := fullest_rank(run):
         rank, size = found
-        most = (
-            "The process with all ranks used at most" if run.is_emulated else f"{run.label(rank)} used the most memory:"
-        )
-        yield f"{upper_first(most)} {size} MiB."
+        if run.is_emulated:
+            yield f"The process with all ranks used at most {size} MiB."
+        else:
+            yield f"{upper_first(run.label(rank))} used the most memory: {size} MiB."
     throttled = {(gpu.index, reason) for sample in samples for gpu in sample.gpus for reason in gpu.throttled}
     if throttled:
         yield f"Throttled: {', '.join(f'GPU {index} ({reason})' for index, reason in sorted(throttled))}."

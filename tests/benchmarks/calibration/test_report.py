@@ -16,8 +16,8 @@ from benchmarks.calibration.reading import Reading, read_row
 from benchmarks.calibration.report import as_json, predict_file, show_rows
 from benchmarks.calibration.rows import read_rows
 from benchmarks.outcome import new_outcome
+from stagewright.bench.folder import append_rows
 from stagewright.bench.result import measured_row
-from stagewright.bench.rows import append_rows
 from stagewright.cluster.catalog import shipped
 from stagewright.errors import UserError
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from stagewright.bench import machine
-from stagewright.bench.machine import Observed, observed, summarize
+from stagewright.bench.machine import with_usage
+from stagewright.bench.result import Repeat
 from stagewright.cluster.placement import parse_placement
 from stagewright.events import GpuUsage, RankUsage, Usage
 from stagewright.plan.make import make_plan
@@ -40,26 +41,31 @@ def sample(cores: float, *memory: int, gpus: tuple[GpuUsage, ...] = ()) -> Usage
     return Usage(0.0, cores, 0, gpus, ranks)
 
 
-def test_memory_is_the_peak_of_the_fullest_rank_per_stage() -> None:
-    found = summarize([sample(1.5, 10, 40, 5), sample(2.5, 20, 30, 7), sample(3.5, 1, 1, 1)], PLAN)
+def observed(folder: Path, *samples: Usage, torn: str = "") -> Repeat:
+    """A repeat whose run left these samples of its monitor."""
+    (folder / "monitor.jsonl").write_text("".join(f"{json.dumps(asdict(one))}\n" for one in samples) + torn)
+    return with_usage(Repeat(1.0), folder, PLAN)
+
+
+def test_memory_is_the_peak_of_the_fullest_rank_per_stage(tmp_path: Path) -> None:
+    found = observed(tmp_path, sample(1.5, 10, 40, 5), sample(2.5, 20, 30, 7), sample(3.5, 1, 1, 1))
     assert found.memory == (40, 7) and found.others == 1.0 and found.foreign == 0 and found.gpu_memory == ()
 
 
-def test_throttled_and_shared_gpus_are_observed() -> None:
+def test_throttled_and_shared_gpus_are_observed(tmp_path: Path) -> None:
     gpus = [GpuUsage(f"GPU-{index}", index, 100 * (index + 1), 0.5) for index in range(3)]
     hot = GpuUsage("GPU-1", 1, 500, 0.5, throttled=("heat", "power"), foreign=2)
-    found = summarize([sample(1.5, 1, 1, 1, gpus=tuple(gpus)), sample(1.5, 1, 1, 1, gpus=(hot,))], PLAN)
+    found = observed(tmp_path, sample(1.5, 1, 1, 1, gpus=tuple(gpus)), sample(1.5, 1, 1, 1, gpus=(hot,)))
     assert found.gpu_memory == (500, 300) and found.throttled == ("heat", "power") and found.foreign == 2
 
 
 def test_reads_a_monitor_file_with_an_unfinished_line(tmp_path: Path) -> None:
-    whole = json.dumps(asdict(sample(1.5, 10, 40, 5)))
-    (tmp_path / "monitor.jsonl").write_text(f"{whole}\n{whole[:20]}")
-    assert observed(tmp_path, PLAN).memory == (40, 5)
+    whole = sample(1.5, 10, 40, 5)
+    assert observed(tmp_path, whole, torn=json.dumps(asdict(whole))[:20]).memory == (40, 5)
 
 
 def test_observes_nothing_without_a_monitor(tmp_path: Path) -> None:
-    assert observed(tmp_path, PLAN) == Observed()
+    assert with_usage(Repeat(1.0), tmp_path, PLAN) == Repeat(1.0)
 
 
 def daemon(folder: Path, monkeypatch: pytest.MonkeyPatch, *, fault: str = "", deaf: str = "") -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -244,7 +244,19 @@ def _train(
                 turns[name].append(_take_turn(ranks, machines, length.steps, folder / name, held_out))
             words = ", ".join(f"{name} {taken[-1]}" for name, taken in turns.items())
             voice.progress(f"turn {number} of {length.turns}: {words}")
-    return {name: _measured(name, one, turns[name], folder / name, machines) for name, one in predictions.items()}
+    return {
+        name: Measured(
+            name=name,
+            prediction=predictions[name],
+            rates=tuple(turn.rate for turn in taken),
+            seconds=tuple(accumulate(turn.segment.seconds for turn in taken)),
+            accuracies=tuple(turn.accuracy for turn in taken),
+            link_bytes=None if machines.link is None else fmean(turn.link_bytes for turn in taken),
+            timeline=_last_turn(folder / name, taken[-1].segment.seconds),
+            others=fmean(turn.segment.others for turn in taken),
+        )
+        for name, taken in turns.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,19 +281,6 @@ def _take_turn(ranks: Ranks, machines: Machines, steps: int, folder: Path, held_
     return Turn(segment, steps * BATCH / segment.seconds, passed / steps, _accuracy(folder, held_out))
 
 
-def _measured(name: str, prediction: Prediction, turns: Sequence[Turn], folder: Path, machines: Machines) -> Measured:
-    return Measured(
-        name=name,
-        prediction=prediction,
-        rates=tuple(turn.rate for turn in turns),
-        seconds=tuple(accumulate(turn.segment.seconds for turn in turns)),
-        accuracies=tuple(turn.accuracy for turn in turns),
-        link_bytes=None if machines.link is None else fmean(turn.link_bytes for turn in turns),
-        timeline=_last_turn(folder, turns[-1].segment.seconds),
-        others=fmean(turn.segment.others for turn in turns),
-    )
-
-
 def _save_job(name: str, plan: Plan, machines: Machines, steps: int, folder: Path) -> Path:
     """Write a side's job for its ranks; their folder is made by them."""
     planned, saved = folder / f"{name}-plan.json", folder / f"{name}.json"
@@ -301,13 +300,10 @@ def _save_job(name: str, plan: Plan, machines: Machines, steps: int, folder: Pat
 
 def _accuracy(folder: Path, held_out: tuple[Tensor, Tensor]) -> float:
     """Of the weights that the ranks wrote, in the plain model."""
-    model = ZOO[MODEL].build(CLASSES)
-    state: dict[str, Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        state |= load_file(path)
-    model.load_state_dict(state)
-    model.eval()
-    images, labels = held_out
+    model, (images, labels) = ZOO[MODEL].build(CLASSES).eval(), held_out
+    model.load_state_dict(
+        {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+    )
     with torch.no_grad():
         return float((model(images).argmax(1) == labels).float().mean())
 
