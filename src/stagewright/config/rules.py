@@ -188,11 +188,8 @@ def _unused(needs: Condition, *flags: str, off: Any = False, commands: tuple[str
     return tuple(Rule(flag, needs, off=off, commands=commands) for flag in flags)
 
 
-def _exclusive(first: str, second: str, commands: tuple[str, ...] = ()) -> tuple[Rule, Rule]:
-    return (
-        Rule(first, _without(second), commands=commands, excludes=second),
-        Rule(second, _without(first), commands=commands, excludes=first),
-    )
+def _exclusive(first: str, second: str) -> tuple[Rule, Rule]:
+    return Rule(first, _without(second), excludes=second), Rule(second, _without(first), excludes=first)
 
 
 _CUDA = Condition(  # auto is checked again once it is known
