@@ -124,6 +124,7 @@ class Case:
             return tuple(min(stages - s, self.staleness + 1) for s in range(stages))
         if self.mode == "pipedream":
             return tuple(-(-sum(self.replicas[s:]) // self.replicas[s]) for s in range(stages))
+        assert self.mode in ("dp", "sync"), f"write K of {self.mode} here"
         return (1,) * stages
 
     def lr(self, batch: int) -> float:

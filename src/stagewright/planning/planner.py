@@ -145,8 +145,9 @@ def _unprofiled(setting: Setting, batch: int, microbatches: int | None) -> tuple
 
 
 def _lags(plan: Plan) -> list[Plan]:
-    """A plan at every lag; none for one stage."""
-    if len(plan.stages) == 1 or not plan.mode.preset.is_per_batch:
+    """A plan at every lag; none for one stage, or where the mode has a lag of its own."""
+    preset = plan.mode.preset
+    if len(plan.stages) == 1 or preset.has_lag != preset.has_staleness:
         return []
     return every_lag(replace(plan, mode=Mode.STALE))
 

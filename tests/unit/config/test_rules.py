@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 
+from stagewright.config.modes import Mode
 from stagewright.config.rules import RULES, check_rules
 from stagewright.config.sections import options
 from stagewright.config.toml import as_tables, changed_keys, make_config, refuse_unused, without_unused
-from stagewright.errors import UserError
+from stagewright.errors import UserError, either_of
 
 _OPTIONS = {option.flag: option for option in options()}
 _MACHINE = {"--device": "cpu", "--precision": "fp32"}  # of the cases below: auto is checked once it is known
+
+_CUT, _LAGGING = (  # modes that take --cut, and --predict
+    either_of(Mode.where(is_wanted)) for is_wanted in (lambda preset: preset.has_stages, lambda preset: preset.has_lag)
+)
 
 # Options of a run that change nothing: as keywords by flag, with what the error says about the reason.
 _UNUSED = [
@@ -55,7 +60,7 @@ _UNUSED = [
         }.items()
     ),
     *(
-        ({flag: value, "--mode": "dp"}, "with --mode dp; it needs --mode sync, stale or pipedream")
+        ({flag: value, "--mode": "dp"}, f"with --mode dp; it needs --mode {_CUT}")
         for flag, value in {"--cut": "a", "--shares": "1:1", "--dynamic": True}.items()
     ),
     ({"--staleness": 1, "--mode": "sync"}, "with --mode sync; it needs --mode stale"),
@@ -65,7 +70,7 @@ _UNUSED = [
     ({"--nesterov": True, "--optimizer": "adamw"}, "with --optimizer adamw; it needs --optimizer sgd"),
     ({"--nesterov": True, "--momentum": 0.0}, "with --momentum 0; it needs one above 0"),
     ({"--predict": True, "--momentum": 0.0}, "with --momentum 0; it needs one above 0"),
-    ({"--predict": True, "--mode": "sync"}, "with --mode sync; it needs --mode stale or pipedream"),
+    ({"--predict": True, "--mode": "sync"}, f"with --mode sync; it needs --mode {_LAGGING}"),
     *(({flag: 0.5}, "with --optimizer sgd; it needs --optimizer adamw") for flag in ("--beta1", "--beta2", "--eps")),
     ({"--lr-steps": "3"}, "with --lr-schedule constant; it needs --lr-schedule step"),
     ({"--lr-gamma": 0.1, "--lr-schedule": "poly"}, "with --lr-schedule poly; it needs --lr-schedule step"),

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from stagewright.config.modes import Mode
 from stagewright.plan.plan import Stage
 from stagewright.runtime.comm.memory import MemoryCollective
 from stagewright.runtime.comm.transport import Pending
@@ -66,6 +67,11 @@ def modes(stages: int) -> Iterator[dict[str, object]]:
     else:
         yield {"mode": "stale", "versions": tuple(range(1, 2 * stages, 2))}  # 1,3: the last stage lags most
         yield from ({"mode": "stale", "staleness": staleness} for staleness in sorted({1, stages - 1}))
+
+
+def test_every_mode_is_trained() -> None:
+    missing = set(map(str, Mode)) - {"dp", *(choice["mode"] for choice in modes(2))}
+    assert not missing, f"{missing}: add a line to `modes`"
 
 
 def shape_cases() -> Iterator[Case]:
