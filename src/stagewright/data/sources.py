@@ -6,7 +6,7 @@ for the loaders, and replaces a bad record by the next good one.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from stagewright.metrics import GIB, IMAGES, ThroughputUnit
 from stagewright.objects import load_callable
 
 
+@runtime_checkable
 class Source(Protocol):
     """Random access to samples by index."""
 

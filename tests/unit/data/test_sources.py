@@ -16,6 +16,7 @@ from stagewright.data.order import EvaluationSampler, ReplicaSlice
 from stagewright.data.pool import LoaderOptions
 from stagewright.data.sources import (
     LimitedSource,
+    Source,
     cast,
     only_pair,
     open_source,
@@ -58,6 +59,7 @@ def test_floats_are_kept_and_bytes_become_fractions(tmp_path: Path) -> None:
     for images, expected in ((floats, floats), (small, small.float() / 255)):
         save_file({"images": images, "labels": labels}, tmp_path / "data.safetensors")
         source = TensorSource(str(tmp_path / "data.safetensors"))
+        assert isinstance(source, Source)  # it has all members
         found, found_labels = source.batch(np.array([2, 0])).values()
         assert torch.equal(found, expected[[2, 0]]) and found_labels.tolist() == [2, 0]
         assert (len(source), source.classes) == (4, 4)
