@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -46,6 +47,16 @@ def check(file: Path, marks: Mapping[str, Mapping[str, str]] = MARKS) -> None:
 
 def test_the_side_file_lists_only_files_that_exist() -> None:
     assert MARKS.keys() <= {name(file) for file in FILES}
+
+
+def test_files_and_tests_that_the_recipes_name_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    sources = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    assert not [test for test in re.findall(r"`(test_\w+)`", text) if f"def {test}(" not in sources]
+    paths = re.findall(r"`((?:\w+/)+[\w.]*)`", text)
+    below = (ROOT, ROOT / "src/stagewright")
+    missing = [path for path in paths if not any((folder / path).exists() for folder in below)]
+    assert paths and not missing
 
 
 @pytest.mark.parametrize("file", HERE, ids=name)

@@ -48,6 +48,12 @@ def figures(value: object) -> list[list[object]]:
     return [value] if is_figure else []  # type: ignore[list-item]
 
 
+def test_no_alias_names_two_devices() -> None:
+    devices: Any = tables("devices.toml")["device"]
+    names = [name for device, entry in devices.items() for name in (device, *entry.get("aliases", []))]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_every_figure_has_a_source_with_a_date() -> None:
     sources: dict[str, dict[str, object]] = {}
     for name in FILES:
