@@ -30,6 +30,13 @@ def test_a_kind_of_data_has_both_halves(name: str, tmp_path: Path) -> None:
             load_callable(f"stagewright.data.{kind.opened_by}", "data")(f"{name}:{tmp_path}/none", SourceOptions())
 
 
+def test_the_documentation_has_the_kinds_that_know_their_classes() -> None:
+    known = ", ".join(f"`{name}:`" for name, kind in KINDS.items() if kind.knows_classes)
+    assert f"what the data has ({known})" in DOCS.with_name("training.md").read_text(), (
+        "`--classes` in docs/training.md"
+    )
+
+
 @pytest.mark.parametrize("text", ["", "x", "x:y", "folder", "folder:", "synthetic:x", "python:module"])
 def test_any_other_text_is_an_error_that_lists_all(text: str) -> None:
     with pytest.raises(UserError, match=r"is not one of synthetic, folder:DIR, .*, python:MODULE:DATASET$"):
