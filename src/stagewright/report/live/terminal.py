@@ -159,12 +159,8 @@ def plot(values: Sequence[float], width: int, height: int = 6) -> list[str]:
     ends = [len(known) * number // columns for number in range(columns + 1)]
     means = [fmean(known[first:last]) for first, last in pairwise(ends)]
     levels = [round((mean - low) / ((high - low) or 1.0) * (8 * height - 1)) + 1 for mean in means]
-    return [
-        labels.get(row, "").rjust(margin - 1)
-        + " "
-        + "".join(_EIGHTHS[min(8, max(0, level - 8 * row))] for level in levels)
-        for row in reversed(range(height))
-    ]
+    rows = {row: "".join(_EIGHTHS[min(8, max(0, level - 8 * row))] for level in levels) for row in range(height)}
+    return [f"{labels.get(row, ''):>{margin - 1}} {blocks}" for row, blocks in reversed(rows.items())]
 
 
 class PipeSafeConsole(Console):
@@ -212,11 +208,8 @@ class RunConsole:
 
         Until its first line a terminal shows that ranks start; anywhere else `starting` is told.
         """
-        self.voice, self._console, self._starting = (
-            voice_of(console, starting),
-            console,
-            f"starting {counted(ranks, 'rank')}",
-        )
+        self.voice, self._console = voice_of(console, starting), console
+        self._starting = f"starting {counted(ranks, 'rank')}"
         self._evaluated_on = evaluated_on  # training data, validation data
         self._batches, self._batch_size, self._unit, self._log_every = batches, batch_size, unit, log_every
         self._progress = ProgressBar(
