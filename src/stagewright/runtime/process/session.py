@@ -53,7 +53,7 @@ class Session:
         self.current: Worker | None = None  # that was advanced last
         self._wait = wait
         self._newest = job.start - 1  # the last batch that a loop has seen
-        self._last = job.start  # the end of the span that it is in
+        self._last = self._stop = job.start  # the ends of the span that it is in, and of the loop
         self._saved: int | None = None  # batches in the last checkpoint
         self._evaluations = 0
         self._was_drained = False
@@ -91,37 +91,48 @@ class Session:
 
         None: the script has to give the next batch. Leaving early trains what was begun.
         """
-        stop = min(stop, self.job.batches)
+        self._stop = stop = min(stop, self.job.batches)
         while self.done < stop and not self.is_stopped and not self.job.stops_early(self.best):
             begun, pause = self.done, min(stop, self.job.next_pause(self.done), *(gate.batch for gate in self._gates))
             if pause > begun:
                 yield from self._span(pause, feed)
             if self.done > begun and self.done in self.job.pauses and self.job.evaluation:
                 self._compare(self.job.evaluation)
-            is_requested = any(gate.batch == self.done for gate in self._gates)
-            is_due = is_requested or self.done == self.job.next_save(begun)
+            is_requested = self._is_asked_to_pause
+            is_due = is_requested or self.job.next_save(begun) <= self.done
             if self.done > self.job.start and (is_due or self.job.saves_outcome(self.best, self.done)):
                 self.save()
             if is_requested:
-                self.is_stopped = self.workers[0].gate.is_last_pause
-                for gate in self._gates:
-                    gate.reopen()
+                self._end_pause()
             elif self.done < pause and not self._was_drained:
                 return  # the feed has no more
 
-    def _span(self, last: int, feed: Feed | None) -> Iterator[BatchDone | None]:
-        """Train from an empty to an empty pipeline."""
+    @property
+    def _is_asked_to_pause(self) -> bool:
+        return any(gate.batch == self.done for gate in self._gates)
+
+    def _end_pause(self) -> None:
+        self.is_stopped = self.workers[0].gate.is_last_pause
+        for gate in self._gates:
+            gate.reopen()
+
+    def _begin_span(self, last: int, feed: Feed | None) -> Iterator[Delivery | None]:
         span = range(self.plan.boundary(self.done), self.plan.boundary(last))
         for gate in self._gates:
             gate.feed, gate.end = feed, span.stop
-        self._open = self.drive(lambda worker: worker.train(span))
-        self._last, self._was_drained = last, False
+        self._open, self._last = self.drive(lambda worker: worker.train(span)), last
+        return self._open
+
+    def _span(self, last: int, feed: Feed | None) -> Iterator[BatchDone | None]:
+        """Train from an empty to an empty pipeline."""
+        found, self._was_drained = self._begin_span(last, feed), False
         try:
             self._be_sure(last)
-            for done in self._new(self._open):
+            for done in self._new(found):
                 yield done
                 self._be_sure(last)
-            self._close(last)
+            if not self._was_drained:
+                self._close(last)
             while self._drained:
                 yield self._drained.popleft()
         except GeneratorExit:
@@ -145,17 +156,28 @@ class Session:
                 gate.sure = self.plan.boundary(min(last, last_begun(self.plan, self._newest + 1)))
 
     def drain(self) -> None:
-        """Train what every rank may have begun by the batch that a loop is held at; the loop continues behind it."""
-        if self._open is None:
-            return
-        last = min(self._last, last_begun(self.plan, self._newest))
-        end = self.plan.boundary(last)
-        for gate in self._gates:
-            assert gate.entered <= end, f"microbatch {gate.entered} has begun, but the other ranks stop at {end}"
-            gate.end = min(gate.end, end)
-        self._drained.extend(done for done in self._new(self._open) if done is not None)
-        self._close(last)
-        self._was_drained = True
+        """Train what every rank may have begun by the batch that a loop is held at; the loop continues behind it.
+
+        That is as much wherever there are pauses on the way: of those that were asked for, the last is at its end.
+        """
+        stop, feed, is_asked = min(self._stop, last_begun(self.plan, self._newest)), self._gates[0].feed, False
+        while self._open is not None:
+            last = min(self._last, stop)
+            end = self.plan.boundary(last)
+            for gate in self._gates:
+                assert gate.entered <= end, f"microbatch {gate.entered} has begun, but the other ranks stop at {end}"
+                gate.end = min(gate.end, end)
+            self._drained.extend(done for done in self._new(self._open) if done is not None)
+            self._close(last)
+            self._was_drained = True
+            is_paused = self._is_asked_to_pause
+            if is_paused:
+                self._end_pause()
+            is_asked |= is_paused
+            if self.done < stop and (is_paused or self.done == last):
+                self._begin_span(stop, feed)
+        if is_asked:
+            self.save()
 
     def _close(self, last: int) -> None:
         """The pipeline is empty again, after the batches before `last` or at a pause before that."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from stagewright.events import BatchLosses, Event
+from stagewright.events import BatchLosses, Event, ShareSaved
 from stagewright.runtime.process.emulate import Emulation
 from stagewright.runtime.process.session import Session, last_begun
 from stagewright.runtime.script.feed import BatchLoader
+from tests.keeping import keeping
 from tests.parity import Case, make_job, refer
 
 CASES = [
@@ -26,9 +28,9 @@ CASES = [
 ]
 
 
-def open_session(case: Case, folder: Path) -> tuple[Session, list[Event]]:
+def open_session(case: Case, folder: Path, **checkpoint: Any) -> tuple[Session, list[Event]]:
     events: list[Event] = []
-    session = Emulation(replace(make_job(case, folder), is_scripted=True), events.append)
+    session = Emulation(replace(keeping(make_job(case, folder), **checkpoint), is_scripted=True), events.append)
     session.begin()
     return session, events
 
@@ -66,9 +68,12 @@ def test_the_loader_of_an_epoch_is_closed_when_the_next_one_begins(tmp_path: Pat
     assert second.closed == 1
 
 
+@pytest.mark.parametrize("checkpoint", [{}, {"every": 4}, {"minutes": 1e-9}], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_leaving_the_loop_trains_what_was_begun_and_the_next_loop_continues(case: Case, tmp_path: Path) -> None:
-    session, _ = open_session(case, tmp_path)
+def test_leaving_the_loop_trains_what_was_begun_and_the_next_loop_continues(
+    case: Case, tmp_path: Path, checkpoint: dict[str, Any]
+) -> None:
+    session, _ = open_session(case, tmp_path, **checkpoint)
     lag = max(case.num_versions) - 1
     for done in session.train(case.steps):
         if done.batch == 2:
@@ -77,6 +82,20 @@ def test_leaving_the_loop_trains_what_was_begun_and_the_next_loop_continues(case
     rest = [done.batch for done in session.train(case.steps)]
     assert rest == list(range(3 + lag, case.steps))
     assert_trained(session, case)
+
+
+@pytest.mark.parametrize("checkpoint", [{"every": 1}, {"minutes": 1e-9}], ids=str)
+def test_what_interrupts_a_loop_passes_pauses_and_is_saved_behind_them(
+    checkpoint: dict[str, Any], tmp_path: Path
+) -> None:
+    session, events = open_session(CASES[4], tmp_path, **checkpoint)
+    for done in session.train(8):
+        if done.batch == 2:
+            session.states()
+            assert session.done == last_begun(session.plan, 2) == 5
+    session.close()
+    saved = {event.batch for event in events if isinstance(event, ShareSaved)}
+    assert 5 in saved and 4 not in saved
 
 
 def test_losses_have_the_same_bits_on_every_rank(tmp_path: Path) -> None:
