@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,56 +73,46 @@ def make_outcome(whole: Fit, splits: Sequence[Split], pairs: Sequence[Pair]) -> 
 
 def published_outcome(catalog: Catalog | None = None) -> Outcome:
     """The published runs beside their predictions, by the shipped calibration unless another catalog is given."""
-    found = [Published(run, predict_run(run, catalog or shipped())) for run in published_runs()]
-    models = dict.fromkeys(sorted(one.run.model for one in found))
-    tables = tuple(_published_table(model, [one for one in found if one.run.model == model]) for model in models)
+    found: dict[str, list[Published]] = {}
+    for run in published_runs():
+        found.setdefault(run.model, []).append((run, predict_run(run, catalog or shipped())))
+    tables = tuple(_published_table(model, found[model]) for model in sorted(found))
     return new_outcome("published", "Published runs, predicted", 1, tables=tables)
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A published run, and what is predicted for it with the efficiency of the software that ran it."""
-
-    run: PublishedRun
-    prediction: Prediction
-
-    @property
-    def predicted(self) -> float:
-        return self.prediction.images_per_second
-
-    def over(self, base: Published | None) -> tuple[float, float | None] | None:
-        """The speedup over a run, predicted and published."""
-        if base is None or self.run.mode == "dp":
-            return None
-        published = self.run.rate / base.run.rate if self.run.rate and base.run.rate else None
-        return self.predicted / base.predicted, published
+Published = tuple[PublishedRun, Prediction]  # by the efficiency of the software that ran it
 
 
 def _published_table(model: str, found: Sequence[Published]) -> Table:
-    bases = {_about_base(one.run): one for one in reversed(found) if one.run.mode == "dp"}
+    bases = {_about_base(one[0]): one for one in reversed(found) if one[0].mode == "dp"}
 
-    def times(one: Published, at: int) -> float | None:
-        over = one.over(bases.get(_about_base(one.run)))
-        return over and over[at]
+    def times(one: Published, published: bool) -> float | None:
+        """The speedup over data parallel, predicted or published."""
+        (run, prediction), base = one, bases.get(_about_base(one[0]))
+        if base is None or run.mode == "dp":
+            return None
+        if published:
+            return run.rate / base[0].rate if run.rate and base[0].rate else None
+        return prediction.images_per_second / base[1].images_per_second
 
     def stages(one: Published) -> str:
-        memory = one.prediction.memory
-        ends = (memory[0], memory[-1])[: len(one.prediction.plan.stages)]
+        memory = one[1].memory
+        ends = (memory[0], memory[-1])[: len(one[1].plan.stages)]
         return ", ".join(f"{rank.total / MIB:,.0f}" for rank in ends)
 
     columns: tuple[Column[Published], ...] = (
-        Column("system", lambda one: one.run.system),
-        Column("run", lambda one: _run_words(one.run)),
-        Column("cluster", lambda one: one.run.cluster + (f" x{one.run.devices}" if one.run.devices else "")),
-        Column("images/s, predicted", lambda one: one.predicted, "{:,.0f}"),
-        Column("published", lambda one: one.run.rate, "{:,.0f}"),
-        Column("off by", lambda one: one.run.rate and one.predicted / one.run.rate - 1, "{:+.1%}"),
-        Column("epoch s, predicted", lambda one: IMAGENET / one.predicted, "{:,.1f}"),
-        Column("epoch s, published", lambda one: _figures(one.run.epoch_seconds, 1)),
-        Column("x dp, predicted", lambda one: times(one, 0), "{:.2f}"),
-        Column("x dp, published", lambda one: times(one, 1), "{:.2f}"),
+        Column("system", lambda one: one[0].system),
+        Column("run", lambda one: _run_words(one[0])),
+        Column("cluster", lambda one: one[0].cluster + (f" x{one[0].devices}" if one[0].devices else "")),
+        Column("images/s, predicted", lambda one: one[1].images_per_second, "{:,.0f}"),
+        Column("published", lambda one: one[0].rate, "{:,.0f}"),
+        Column("off by", lambda one: one[0].rate and one[1].images_per_second / one[0].rate - 1, "{:+.1%}"),
+        Column("epoch s, predicted", lambda one: IMAGENET / one[1].images_per_second, "{:,.1f}"),
+        Column("epoch s, published", lambda one: _figures(one[0].epoch_seconds, 1)),
+        Column("x dp, predicted", lambda one: times(one, False), "{:.2f}"),
+        Column("x dp, published", lambda one: times(one, True), "{:.2f}"),
         Column("MiB by stage, predicted", stages),
-        Column("MiB, published", lambda one: _figures(one.run.memory_mib, 0)),
+        Column("MiB, published", lambda one: _figures(one[0].memory_mib, 0)),
     )
     note = (
         "Predicted with the efficiency of the software that ran it. The fit has seen these runs; how far it is off on "

@@ -108,14 +108,11 @@ class Finding:
             return "baseline" if self.is_baseline else "no baseline to compare with"
         points = self.difference
         which = "lower" if points.value < 0 else "higher"
+        apart = f"{metric_label(self.metric)} {which} by {abs(points.value):.3g}{self._share}"
         if is_percentage(self.metric):
-            apart = f"{which} by {abs(points.value) * 100:.2f} points" if round(points.value, 4) else "equal"
-        else:
-            apart = (
-                f"{metric_label(self.metric)} {which} by {abs(points.value):.3g}{self._share}"
-                if points.value
-                else "equal"
-            )
+            apart = f"{which} by {abs(points.value) * 100:.2f} points"
+        if not (round(points.value, 4) if is_percentage(self.metric) else points.value):
+            apart = "equal"
         if len(self.pairs) < 2:
             return f"{apart} (one seed: no interval)"
         interval = f"{in_points(points.low, self.metric)} to {in_points(points.high, self.metric)}"

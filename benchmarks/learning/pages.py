@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.learning.findings import Finding, Study, in_points
-from benchmarks.learning.runs import TrainedRun
 from stagewright.bench.statistics import Interval
 from stagewright.errors import counted
 from stagewright.metrics import format_metric, is_percentage, metric_label
@@ -58,17 +57,12 @@ def _blocks(study: Study) -> Iterator[Block]:
     yield _every_run(study)
     if any(not run.origin for finding in study.findings for run in finding.runs):
         yield Table("Environment", ("what", "value"), tuple(study.machine.items()))
-    for machine, origins in _by_machine(study.elsewhere).items():
-        yield Table("Environment of reused runs", ("what", "value"), machine, f"Runs of {', '.join(origins)}.")
+    by_machine: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for origin, machine in study.elsewhere.items():
+        by_machine.setdefault(tuple(machine.items()), []).append(origin)
+    for rows, origins in by_machine.items():
+        yield Table("Environment of reused runs", ("what", "value"), rows, f"Runs of {', '.join(origins)}.")
     yield Listing("Command", study.command)
-
-
-def _by_machine(elsewhere: Mapping[str, Mapping[str, str]]) -> dict[tuple[tuple[str, str], ...], list[str]]:
-    """The folders of reused runs, by the machine that trained them."""
-    origins: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for origin, machine in elsewhere.items():
-        origins.setdefault(tuple(machine.items()), []).append(origin)
-    return origins
 
 
 def _sentences(study: Study) -> Iterator[str]:
@@ -129,7 +123,10 @@ def _columns(target: float | None, metric: str) -> tuple[Column[Finding], ...]:
         return None if seconds is None else _duration(finding, seconds)
 
     def interval(finding: Finding) -> str | None:
-        return None if len(finding.finished) < 2 else _interval(metric, finding.accuracy)
+        if len(finding.finished) < 2 or finding.accuracy is None:
+            return None
+        within = _within(metric, finding.accuracy)
+        return " - ".join(format_metric(metric, end, 2) for end in (within.low, within.high))
 
     short = goal.rpartition(" ")[2]  # a terminal's table is narrow
     apart = "points" if is_percentage(metric) else "difference"
@@ -146,12 +143,9 @@ def _columns(target: float | None, metric: str) -> tuple[Column[Finding], ...]:
 _SUMMARY: Column[Finding] = Column("summary", lambda finding: finding.summary)
 
 
-def _interval(metric: str, around: Interval | None) -> str:
-    assert around is not None
-    ends = (around.low, around.high)
-    if is_percentage(metric):
-        ends = (max(0.0, around.low), min(1.0, around.high))
-    return " - ".join(format_metric(metric, end, 2) for end in ends)
+def _within(metric: str, around: Interval) -> Interval:
+    """An interval without what no share can be."""
+    return Interval(around.value, max(0.0, around.low), min(1.0, around.high)) if is_percentage(metric) else around
 
 
 def _note(findings: Sequence[Finding]) -> str:
@@ -168,11 +162,10 @@ def _source(findings: Sequence[Finding]) -> str:
 
 
 def _by_epoch(finding: Finding) -> Curve:
-    points = finding.curve()
-    if is_percentage(finding.metric):
-        shares = ((epoch, Interval(m.value, max(0.0, m.low), min(1.0, m.high))) for epoch, m in points)
-        points = [(epoch, Interval(100 * m.value, 100 * m.low, 100 * m.high)) for epoch, m in shares]
-    return Curve(finding.trial, tuple(Point(epoch, mean.value, mean.low, mean.high) for epoch, mean in points))
+    factor = 100 if is_percentage(finding.metric) else 1
+    means = [(epoch, _within(finding.metric, mean)) for epoch, mean in finding.curve()]
+    points = (Point(epoch, *(factor * one for one in (mean.value, mean.low, mean.high))) for epoch, mean in means)
+    return Curve(finding.trial, tuple(points))
 
 
 def _last_quarter(curves: Sequence[Curve]) -> tuple[Curve, ...]:
@@ -190,22 +183,22 @@ def _by_time(finding: Finding) -> Curve:
 
 
 def _every_run(study: Study) -> Table:
+    runs = [run for finding in study.findings for run in finding.runs]
     rows = tuple(
-        (run.group, run.trial, str(run.seed), _last(run), run.diverged or "-")
-        for finding in study.findings
-        for run in finding.runs
+        (
+            *(run.group, run.trial, str(run.seed)),
+            format_metric(run.metric, run.scores[-1][1], 2) if run.scores else "-",
+            run.diverged or "-",
+        )
+        for run in runs
     )
-    origins = Counter(run.origin for finding in study.findings for run in finding.runs if run.origin)
+    origins = Counter(run.origin for run in runs if run.origin)
     reused = (
         f"{count} run{'s are' if count > 1 else ' is'} reused from {origin}." for origin, count in origins.items()
     )
     labels = dict.fromkeys(metric_label(finding.metric) for finding in study.findings)
     shown = f"{' or '.join(labels)} at the end"
     return Table("Every run", ("model", "mode", "seed", shown, "diverged"), rows, " ".join(reused))
-
-
-def _last(run: TrainedRun) -> str:
-    return format_metric(run.metric, run.scores[-1][1], 2) if run.scores else "-"
 
 
 def show_study(console: Console, study: Study, folder: Path) -> None:

@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -55,15 +55,11 @@ def require_plain(config: Config) -> None:
         raise UserError(f"a plain loop trains in {' or '.join(_DTYPES)}, not {config.run.precision}")
     if config.schedule.kind not in _SCHEDULES:
         raise UserError(f"a plain loop has schedules {', '.join(_SCHEDULES)}, not {config.schedule.kind}")
-    default = Config()
-    for section in fields(Config):
-        own, usual = getattr(config, section.name), getattr(default, section.name)
-        for entry in fields(own):
-            value = getattr(own, entry.name)
-            if entry.name not in _USED.get(section.name, ()) and value != getattr(usual, entry.name):
-                raise UserError(
-                    f"a plain loop does not use {section.name}.{entry.name}, which is {value}; leave it out"
-                )
+    usual = asdict(Config())
+    for section, own in asdict(config).items():
+        for name, value in own.items():
+            if name not in _USED.get(section, ()) and value != usual[section][name]:
+                raise UserError(f"a plain loop does not use {section}.{name}, which is {value}; leave it out")
 
 
 def train_plain(config: Config, write: Write) -> float | None:
@@ -74,7 +70,8 @@ def train_plain(config: Config, write: Write) -> float | None:
         TokenSource(str(place).removeprefix(_TEXT), config.data.context)
         for place in (config.data.source, config.data.val)
     )
-    order = Order(len(training), (config.plan.batch or DEFAULT_BATCH), config.run.seed, config.data.shuffle)
+    size = config.plan.batch or DEFAULT_BATCH
+    order = Order(len(training), size, config.run.seed, config.data.shuffle)
     batches = order.batches * (1 if config.run.epochs is None else config.run.epochs)
     every = order.batches if config.run.eval_every is None else config.run.eval_every or batches
     dtype = _DTYPES[config.run.precision]
@@ -97,8 +94,8 @@ def train_plain(config: Config, write: Write) -> float | None:
         steps.append(Step(batch, batch // order.batches, value, rate, seconds, 0.0))
         write(steps[-1])
         if (batch + 1) % every == 0 or batch + 1 == batches:
-            write(_evaluate(model, validation, batch + 1, (config.plan.batch or DEFAULT_BATCH), device))
-    speed = steady_rate(steps, (config.plan.batch or DEFAULT_BATCH))
+            write(_evaluate(model, validation, batch + 1, size, device))
+    speed = steady_rate(steps, size)
     return None if speed is None else speed.rate
 
 

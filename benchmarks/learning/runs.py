@@ -117,8 +117,8 @@ class _Running:
         words = ["benchmarks.learning.plain", file]
         if not trial_run.is_plain:
             words = ["stagewright", "train", "--config", file, "--json"]
-        command = [sys.executable, "-m", *words]
         threads = {"OMP_NUM_THREADS": str(config.run.threads)}
+        command = [sys.executable, "-m", *words]
         self._process = children.start(command, threads, stdout=folder / "out.json", stderr=folder / "errors.txt")
 
     @property
@@ -199,20 +199,18 @@ def earlier_runs(folders: Sequence[str], trial_runs: Sequence[TrialRun]) -> Earl
     machines: dict[str, Mapping[str, str]] = {}
     for folder in folders:
         earlier = _read(Path(folder))
-        runs = earlier.runs
-        equal = {_identity(run): run for run in runs if _identity(run) in asked}
+        equal = {_identity(run): run for run in earlier.runs if _identity(run) in asked}
         if not equal:
             raise UserError(
-                f"--reuse {folder}: none of its {len(runs)} runs has the settings of any of the {len(trial_runs)} "
-                f"asked for; make the settings equal or leave --reuse out"
+                f"--reuse {folder}: none of its {len(earlier.runs)} runs has the settings of any of the "
+                f"{len(trial_runs)} asked for; make the settings equal or leave --reuse out"
             )
         reusable |= equal
         machines |= earlier.machines
-    found = [
-        replace(reusable[_identity(trial_run)], group=trial_run.key[0], trial=trial_run.key[1])
-        for trial_run in trial_runs
-        if _identity(trial_run) in reusable
-    ]
+    found = []
+    for trial_run in trial_runs:
+        if (run := reusable.get(_identity(trial_run))) is not None:
+            found.append(replace(run, group=trial_run.key[0], trial=trial_run.key[1]))
     return EarlierRuns(found, {run.origin: machines[run.origin] for run in found if run.origin in machines})
 
 
@@ -221,15 +219,11 @@ def _read(folder: Path) -> EarlierRuns:
     path = folder / FILE
     try:
         tables: Any = json.loads(read_text(path))
-        runs = TypeAdapter(list[TrainedRun]).validate_python(
-            [run for finding in tables["findings"] for run in finding["learnt"]]
-        )
-        machines = TypeAdapter(dict[str, dict[str, str]]).validate_python(
-            {str(folder): tables["machine"], **tables.get("elsewhere", {})}
-        )
-        return EarlierRuns(
-            [replace(run, origin=run.origin or str(folder), settings=_in_full(run.settings)) for run in runs], machines
-        )
+        learnt = [run for finding in tables["findings"] for run in finding["learnt"]]
+        machines = {str(folder): tables["machine"], **tables.get("elsewhere", {})}
+        earlier = TypeAdapter(EarlierRuns).validate_python({"runs": learnt, "machines": machines})
+        runs = [replace(r, origin=r.origin or str(folder), settings=_in_full(r.settings)) for r in earlier.runs]
+        return replace(earlier, runs=runs)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a folder of learning") from error
     except (ValueError, KeyError, TypeError, ValidationError, RecursionError) as error:

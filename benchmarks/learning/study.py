@@ -65,17 +65,12 @@ def make_study(
     target: float | None,
 ) -> Study:
     """What the runs so far show; `target`, in percent of metrics that are, is by default from each group's baseline."""
-    baselines = {
-        trial_run.configuration.group.name: trial_run.configuration.trial.name
-        for trial_run in trial_runs
-        if trial_run.configuration.is_baseline
-    }
+    baselines = dict.fromkeys((one.key[0] for one in trial_runs), "")  # --only may exclude the baseline
+    baselines |= {one.key[0]: one.key[1] for one in trial_runs if one.configuration.is_baseline}
     per_epoch: dict[tuple[str, str], int] = {}
     for run in trained:  # the maximum: one that diverged early has not seen a whole epoch
         per_epoch[run.key] = max(run.per_epoch, per_epoch.get(run.key, 0))
     samples = {one.key: per_epoch.get(one.key, 0) * (one.config.plan.batch or 0) for one in trial_runs}
-    for trial_run in trial_runs:  # --only may exclude the baseline
-        baselines.setdefault(trial_run.key[0], "")
     findings = findings_of(trained, baselines, samples, speeds)
     targets = {}
     for group in baselines:

@@ -12,7 +12,6 @@ from stagewright.config.sections import Config
 from stagewright.config.toml import as_toml, make_config, without_unused
 from stagewright.errors import UserError
 
-_DEFAULT = "learning"
 _STUDIES = Path(__file__).parents[1] / "studies"
 
 
@@ -61,7 +60,7 @@ class TrialRun:
 
 def open_study(options: StudyOptions) -> Suite:
     """A shipped study, or the file that the user gives."""
-    return read_suite(options.study or _DEFAULT, _STUDIES, "study")
+    return read_suite(options.study or "learning", _STUDIES, "study")
 
 
 def trial_runs_of(options: StudyOptions, study: Suite) -> list[TrialRun]:

@@ -152,7 +152,7 @@ def build(task: Task) -> nn.Module:
 
 def train(task: Task, cut: Cut = UNCUT) -> Outcome:
     """Train the author's module; stage s > 0 begins with the first call of `cut.starts[s - 1]`, or its end."""
-    with _kept_randomness():
+    with kept_randomness():
         return _train(task, cut)
 
 
@@ -235,7 +235,8 @@ def _score(task: Task, model: nn.Module, data: Fields, size: int) -> float:
 
 
 @contextmanager
-def _kept_randomness() -> Iterator[None]:
+def kept_randomness() -> Iterator[None]:
+    """Leave the generators of all random numbers as they were."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

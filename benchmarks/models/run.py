@@ -7,18 +7,17 @@ process; the same updates by `plain` are what they must equal.
 from __future__ import annotations
 
 import os
-import random
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -34,6 +33,7 @@ from benchmarks.models.plain import (
     cut_between_blocks,
     difference,
     even_cut,
+    kept_randomness,
     train,
 )
 from benchmarks.models.stock import stock_pipeline
@@ -134,7 +134,7 @@ def _figure(gap: float | None) -> str:
 def try_model(entry: Entry) -> Tried:
     """Cut and prove a model, train it twice, and compare."""
     tried = Tried(entry.library or "torch", entry.name)
-    with tempfile.TemporaryDirectory() as folder, _own_cache(folder):
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, STAGEWRIGHT_CACHE=folder), kept_randomness():
         try:
             return _try(entry, tried, Path(folder))
         except UserError as error:
@@ -148,28 +148,21 @@ def _try(entry: Entry, tried: Tried, folder: Path) -> Tried:
     began = time.perf_counter()
     chain, cut = find_cut(task, STAGES)
     possible = sum(unit not in chain.impossible for unit in chain.units[1:])
-    tried = replace(
-        tried,
-        way=str(chain.way),
-        units=len(chain.units),
-        most_stages=possible + 1,
-        stages=len(cut.units) + 1,
-        seconds=time.perf_counter() - began,
-    )
+    found: dict[str, Any] = {"way": str(chain.way), "units": len(chain.units), "most_stages": possible + 1}
+    found |= {"stages": len(cut.units) + 1, "seconds": time.perf_counter() - began}
     if not cut.units:
-        why = chain.trace_error or "it has one unit"
-        return replace(tried, refused=f"it can't be cut: {why}")
-    found: dict[str, Any] = {}
+        return replace(tried, **found, refused=f"it can't be cut: {chain.trace_error or 'it has one unit'}")
+    gaps: dict[str, float] = {}
     for name, (placement, mode, stages) in _PLANS.items():
         stages = min(stages, len(cut.units) + 1)
         ranks = ".".join(f"0:{rank}" for rank in range(stages)) if name == "sync" else placement
-        found[name] = compare(replace(task, placement=ranks, mode=mode), cut_for(chain, stages), folder)
-    if max(found.values()) > BAR:
+        gaps[name] = compare(replace(task, placement=ranks, mode=mode), cut_for(chain, stages), folder)
+    if max(gaps.values()) > BAR:
         found["noise"] = _noise(replace(task, placement="0:0"))
     if entry.is_compared:
         starts = cut.units if cut.is_between_blocks else cut.starts
         found["stock"] = stock_pipeline(build(task), example_of(task).first(4), starts)
-    return replace(tried, **found)
+    return replace(tried, **found, **gaps)
 
 
 def task_of(entry: Entry, samples: int) -> Task:
@@ -288,10 +281,8 @@ def run(task: Task, cut: Cut, folder: Path) -> Outcome:
     losses = {i: (total, count) for e in events if isinstance(e, BatchLosses) for i, total, count in e.losses}
     scores = [event.score.totals[LOSS][0] for event in events if isinstance(event, Scored)]
     batches = []
-    for p in range(task.steps):
-        totals, counts = zip(
-            *(losses[i] for i in range(p * task.microbatches, (p + 1) * task.microbatches)), strict=True
-        )
+    for first in range(0, task.steps * task.microbatches, task.microbatches):
+        totals, counts = zip(*(losses[first + number] for number in range(task.microbatches)), strict=True)
         batches.append(sum(totals) / sum(counts))
     score = sum(scores) if task.evaluates else None
     return Outcome(batches, _with_ties(task, emulation.weights()), score=score, way=str(job.way))
@@ -309,29 +300,9 @@ def _with_ties(task: Task, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-@contextmanager
-def _own_cache(folder: str) -> Iterator[None]:
-    """Within, no proof that was made before is found."""
-    name = "STAGEWRIGHT_CACHE"
-    before = os.environ.get(name)
-    os.environ[name] = folder
-    python, numbers = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numbers)
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
-
-
 def _versions() -> dict[str, str]:
     found = {}
     for library in _LIBRARIES:
-        try:
+        with suppress(PackageNotFoundError):
             found[library] = version(library)
-        except PackageNotFoundError:
-            continue
     return found
