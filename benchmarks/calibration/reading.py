@@ -200,13 +200,8 @@ def row_cluster(reading: Reading, catalog: Catalog) -> Cluster:
     link = _link(reading, catalog)
     level = Level(link, (tuple(range(each)),))
     known = catalog.hosts.get(reading.host)
-    machine = Machine(
-        each,
-        reading.devices[0][1],
-        (level,),
-        host=known or catalog.host.usual(each),
-        knows_host=known is not None,
-    )
+    host = known or catalog.host.usual(each)
+    machine = Machine(each, reading.devices[0][1], (level,), host=host, knows_host=known is not None)
     network = _network(row.link, catalog) if row.nodes > 1 else None
     return Cluster((machine,) * row.nodes, row.hardware, network)
 

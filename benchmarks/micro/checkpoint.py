@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,18 +34,14 @@ def measure(voice: Voice) -> Outcome:
     """Time checkpoint and plain copy in turns."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
-        job = prepare(
-            make_config(
-                FIXED,
-                {
-                    "model": {"name": MODEL, "classes": 10},
-                    "data": {"image": 32, "samples": 64},
-                    "plan": {"placement": "0:0", "mode": "stale", "versions": "2", "batch": 4, "microbatches": 1},
-                    "checkpoint": {"every": 1, "keep": 1},
-                    "run": {"steps": 1000, "runs": folder},
-                },
-            )
-        ).job
+        tables: dict[str, dict[str, Any]] = {
+            "model": {"name": MODEL, "classes": 10},
+            "data": {"image": 32, "samples": 64},
+            "plan": {"placement": "0:0", "mode": "stale", "versions": "2", "batch": 4, "microbatches": 1},
+            "checkpoint": {"every": 1, "keep": 1},
+            "run": {"steps": 1000, "runs": folder},
+        }
+        job = prepare(make_config(FIXED, tables)).job
         saved: list[Record] = []
         with Ledger(job, saved.append) as ledger:
             emulation = Emulation(job, ledger.handle)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.outcome import Outcome, Ratio, new_outcome, ratio_of
+from benchmarks.outcome import Outcome, Ratio, in_turns, new_outcome, ratio_of
 from stagewright.bench import data
 from stagewright.bench.data import (
     BATCH,
@@ -66,12 +65,8 @@ def measure(
     large = data.photographs()
     views = large.views(0, range(images))
     paths: dict[str, data.Way] = {"stagewright": data.our_path(data.SIDE)} | stock_paths(data.SIDE)
-    speeds: dict[str, list[float]] = {name: [] for name in paths}
-    turns = deque(paths)
-    for _ in range(repeats):
-        for name in turns:
-            speeds[name].append(data.path_rate(paths[name], large.encoded, views))
-        turns.rotate(1)  # no side always follows the same other side
+    sides = {name: partial(data.path_rate, path, large.encoded, views) for name, path in paths.items()}
+    speeds = in_turns(sides, repeats)
     ours, *others = (measured_row(large.title, name, found) for name, found in speeds.items())
     loaders, beside_torchvision = compare_loaders(large, most_threads or data.MOST_THREADS)
     longer = max(repeats // 4, 1), 8 * images  # so that starting a loader hardly counts
@@ -222,30 +217,20 @@ def compare_loaders(
     rows: list[Row] = []
     ratios: list[Ratio] = []
     for what, form in forms(images).items():
-        group = f"loader, {what}"
+        group, processes = f"loader, {what}", counted(most, "process", "es")
         rows += loader_rows(group, form, most, seconds)[:-1]
-        ours, *theirs = (
-            measured_row(group, name, found) for name, found in _in_turns(form, most, turns, seconds).items()
-        )
+        # Each turn starts its own loader: what others have begun to load ahead would go on beside it.
+        sides = {processes: partial(_loader_rate, form, most, seconds)}
+        if (transform := torchvision_transform(form)) is not None:
+            sides[f"{transform[0]}, {processes}"] = partial(_torchvision_rate, form, transform[1], most, seconds)
+        ours, *theirs = (measured_row(group, name, found) for name, found in in_turns(sides, turns).items())
         rows += [ours, *theirs]
         ratios += [ratio_of(ours, other) for other in theirs]
     return rows, ratios
 
 
-def _in_turns(images: Images, workers: int, turns: int, seconds: float) -> dict[str, list[float]]:
-    """The rates of this loader and, where it can be imported, torchvision's, with as many processes.
-
-    Each turn starts its own: what others have begun to load ahead would go on beside it.
-    """
-    processes = counted(workers, "process", "es")
-    sides: dict[str, Callable[[], float]] = {processes: lambda: loader_rate(images, ProcessPool(workers), seconds)}
-    if (transform := torchvision_transform(images)) is not None:
-        sides[f"{transform[0]}, {processes}"] = partial(_torchvision_rate, images, transform[1], workers, seconds)
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(turns):
-        for name in sorted(sides, reverse=number % 2 == 1):
-            rates[name].append(sides[name]())
-    return rates
+def _loader_rate(images: Images, workers: int, seconds: float) -> float:
+    return loader_rate(images, ProcessPool(workers), seconds)
 
 
 def _torchvision_rate(images: Images, transform: Transform, workers: int, seconds: float) -> float:
@@ -278,14 +263,11 @@ def torchvision_transform(images: Images) -> tuple[str, Transform] | None:
     change = [v2.RandomResizedCrop(images.augmentation.side, antialias=True), v2.RandomHorizontalFlip()]
     of_tensors, of_pictures = v2.Compose(change), v2.Compose([*change, v2.PILToTensor()])
 
-    def by_torchvision(data: bytes) -> Tensor:
-        pixels = io_of.decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
-        cropped: Tensor = of_tensors(pixels)
-        return cropped
+    def by_torchvision(data: bytes) -> Any:
+        return of_tensors(io_of.decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB"))
 
-    def by_pillow(data: bytes) -> Tensor:
-        cropped: Tensor = of_pictures(Image.open(io.BytesIO(data)).convert("RGB"))
-        return cropped
+    def by_pillow(data: bytes) -> Any:
+        return of_pictures(Image.open(io.BytesIO(data)).convert("RGB"))
 
     if is_jpeg(images.encoded[0]):
         try:

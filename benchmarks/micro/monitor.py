@@ -80,16 +80,12 @@ def measure(voice: Voice) -> Outcome:
 
 def _prepare(folder: str, steps: int) -> Job:
     device: dict[str, Any] = {"device": "cuda", "share_gpu": True} if torch.cuda.is_available() else {}
-    return prepare(
-        make_config(
-            FIXED,
-            {
-                "data": {"samples": 1024},
-                "plan": {"placement": "0:0.0:1", "mode": "stale", "batch": _BATCH, "microbatches": 4},
-                "run": {"steps": steps, "runs": folder} | device,
-            },
-        )
-    ).job
+    tables: dict[str, dict[str, Any]] = {
+        "data": {"samples": 1024},
+        "plan": {"placement": "0:0.0:1", "mode": "stale", "batch": _BATCH, "microbatches": 4},
+        "run": {"steps": steps, "runs": folder} | device,
+    }
+    return prepare(make_config(FIXED, tables)).job
 
 
 def _train(job: Job, receive: Callable[[Record], None]) -> None:

@@ -152,7 +152,7 @@ def _try(entry: Entry, tried: Tried, folder: Path) -> Tried:
     found |= {"stages": len(cut.units) + 1, "seconds": time.perf_counter() - began}
     if not cut.units:
         return replace(tried, **found, refused=f"it can't be cut: {chain.trace_error or 'it has one unit'}")
-    gaps: dict[str, float] = {}
+    gaps: dict[str, Any] = {}
     for name, (placement, mode, stages) in _PLANS.items():
         stages = min(stages, len(cut.units) + 1)
         ranks = ".".join(f"0:{rank}" for rank in range(stages)) if name == "sync" else placement

@@ -57,7 +57,6 @@ class Execution:
     device: str = "cpu"
     precision: str = "fp32"
     is_compiled: bool = False
-    graph: str = "off"
 
     def __str__(self) -> str:
         precision = "fp16 and bf16" if self.precision == "half" else self.precision
