@@ -290,14 +290,6 @@ def _inverted(net: Net, expanded: int, filters: int, stride: int, kernel: int, s
         net.add()
 
 
-def _mobilenet_v2() -> Net:
-    net = Net().cbr(32, 3, 2)
-    for expansion, filters, repeats, stride, kernel in _MOBILE_V2:
-        for block in range(repeats):
-            _inverted(net, net.channels * expansion, filters, 1 if block else stride, kernel, 0)
-    return net.cbr(1280, 1).flat().linear(CLASSES)
-
-
 _MOBILE_V3 = (  # kernel, expanded, channels, squeeze and excitation, stride
     *((3, 16, 16, 0, 1), (3, 64, 24, 0, 2), (3, 72, 24, 0, 1), (5, 72, 40, 1, 2), (5, 120, 40, 1, 1)),
     *((5, 120, 40, 1, 1), (3, 240, 80, 0, 2), (3, 200, 80, 0, 1), (3, 184, 80, 0, 1), (3, 184, 80, 0, 1)),
@@ -312,17 +304,19 @@ def _mobilenet_v3() -> Net:
     return net.cbr(960, 1).flat().linear(1280).act().linear(CLASSES)
 
 
-def _efficientnet(size: int) -> Net:
-    wide, deep, side = _EFFICIENT_SCALES[size]
+def _mobile(
+    stages: Sequence[Sequence[int]], wide: float = 1.0, deep: float = 1.0, side: int = 224, *, squeezes: bool = False
+) -> Net:
+    """MobileNet v2, and EfficientNets, which scale such a network in its channels, its blocks and its images."""
 
     def scaled(filters: int) -> int:
         return max(8, int(filters * wide + 4) // 8 * 8)
 
     net = Net(side).cbr(scaled(32), 3, 2)
-    for expansion, filters, repeats, stride, kernel in _EFFICIENT:
+    for expansion, filters, repeats, stride, kernel in stages:
         for block in range(-int(-repeats * deep // 1)):
-            before = net.channels
-            _inverted(net, before * expansion, scaled(filters), 1 if block else stride, kernel, max(1, before // 4))
+            before, squeezed = net.channels, max(1, net.channels // 4) if squeezes else 0
+            _inverted(net, before * expansion, scaled(filters), 1 if block else stride, kernel, squeezed)
     return net.cbr(scaled(1280), 1).flat().linear(CLASSES)
 
 
@@ -420,9 +414,12 @@ _BUILDERS: dict[str, Callable[[], Net]] = {
     "densenet169": partial(_densenet, (6, 12, 32, 32), 32, 64),
     "densenet201": partial(_densenet, (6, 12, 48, 32), 32, 64),
     "densenet161": partial(_densenet, (6, 12, 36, 24), 48, 96),
-    **dict.fromkeys(("mobilenetv2", "mobilenetv2100"), _mobilenet_v2),
+    **dict.fromkeys(("mobilenetv2", "mobilenetv2100"), partial(_mobile, _MOBILE_V2)),
     **dict.fromkeys(("mobilenetv3large", "mobilenetv3large100"), _mobilenet_v3),
-    **{f"efficientnetb{size}": partial(_efficientnet, size) for size in range(5)},
+    **{
+        f"efficientnetb{size}": partial(_mobile, _EFFICIENT, *scales, squeezes=True)
+        for size, scales in enumerate(_EFFICIENT_SCALES)
+    },
     "regnety032": partial(_regnet, (2, 5, 13, 1), (72, 216, 576, 1512), 24, squeezes=True),
     "regnety016": partial(_regnet, (2, 6, 17, 2), (48, 120, 336, 888), 24, squeezes=True),
     "regnety040": partial(_regnet, (2, 6, 12, 2), (128, 192, 512, 1088), 64, squeezes=True),

@@ -235,8 +235,7 @@ class Fit:
     @property
     def figures(self) -> Mapping[str, float]:
         """Every figure by its place in the catalog."""
-        pairs = zip(self.known, self.logs, strict=True)
-        return {".".join(parameter.path): math.exp(log) for parameter, log in pairs}
+        return {".".join(one.path): math.exp(log) for one, log in zip(self.known, self.logs, strict=True)}
 
 
 def fit(observed: Sequence[Observation], voice: Voice = SILENT) -> Fit:

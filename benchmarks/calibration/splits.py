@@ -37,13 +37,11 @@ MEASURED_ERROR = 0.1  # of a profile that was measured on the machine itself (`o
 
 def telling_rows(rows: Sequence[Reading], catalog: Catalog) -> list[Reading]:
     """Of every machine with an unknown host budget, the row that copies most for its compute."""
-    hosts: dict[str, Reading] = {}
+    hosts: dict[str, list[Reading]] = {}
     for reading in rows:
         if reading.is_staged and reading.host not in catalog.hosts:
-            best = hosts.get(reading.host)
-            if best is None or _copied(reading) > _copied(best):
-                hosts[reading.host] = reading
-    return list(hosts.values())
+            hosts.setdefault(reading.host, []).append(reading)
+    return [max(found, key=_copied) for found in hosts.values()]
 
 
 def _copied(reading: Reading) -> float:
@@ -115,9 +113,7 @@ def predict_rows(
     rows: Sequence[Row], catalog: Catalog, fitted: Sequence[Observation]
 ) -> tuple[list[PredictedRow], list[Unknown]]:
     """Every row that can be read with its prediction, and those that can't."""
-    found: list[PredictedRow] = []
-    unknown: list[Unknown] = []
-    seen = seen_units(fitted)
+    found, unknown, seen = list[PredictedRow](), list[Unknown](), seen_units(fitted)
     for row in rows:
         reading = read_row(row, catalog)
         if isinstance(reading, Unknown):
@@ -156,7 +152,7 @@ class Split:
     @property
     def worst_direct(self) -> float:
         """The worst error of one card, and of machines whose cards are joined by NVLink."""
-        return _worst(row.error for row in self.counted if row.row.nodes == 1 and is_direct(row.row))
+        return _worst(row.error for row in self.counted if _is_direct(row.row))
 
     @property
     def worst_given(self) -> float:
@@ -175,8 +171,8 @@ class Split:
         return right, pairs
 
 
-def is_direct(row: Row) -> bool:
-    return row.gpus == 1 or "nv" in row.link.lower()
+def _is_direct(row: Row) -> bool:
+    return row.nodes == 1 and (row.gpus == 1 or "nv" in row.link.lower())
 
 
 def _worst(errors: Iterable[float]) -> float:
@@ -191,16 +187,10 @@ def evaluate(seed: int, voice: Voice = SILENT) -> Split:
     catalog = fit(observed).catalog
     read = [reading for row in held if isinstance(reading := read_row(row, catalog), Reading)]
     given = telling_rows(read, catalog)
-    rows, _ = predict_rows(held, with_hosts(catalog, given), observed)
-    blind, _ = predict_rows(held, catalog, observed)
-    return Split(
-        seed,
-        len(observed),
-        tuple(rows),
-        frozenset(reading.row for reading in given),
-        frozenset(reading.row for reading in read if reading.is_staged),
-        tuple(row for row in blind if row.evidence is Evidence.HOST),
-    )
+    told, blind = (predict_rows(held, known, observed)[0] for known in (with_hosts(catalog, given), catalog))
+    staged = frozenset(reading.row for reading in read if reading.is_staged)
+    unknown = tuple(row for row in blind if row.evidence is Evidence.HOST)
+    return Split(seed, len(observed), tuple(told), frozenset(reading.row for reading in given), staged, unknown)
 
 
 def class_errors(splits: Sequence[Split]) -> dict[Evidence, float]:
