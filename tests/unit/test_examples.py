@@ -113,10 +113,7 @@ def changed(script: str) -> tuple[int, int]:
 def test_the_documents_have_the_lines_that_changed() -> None:
     ours, theirs = changed("engine.py"), changed("accelerated.py")
     print(f"lines of images/plain.py written and removed: {ours} by the engine, {theirs} by accelerate")
-    readme, pages = (ROOT / "README.md").read_text(), [ROOT / "docs" / "python.md", EXAMPLES / "README.md"]
-    assert f"{ours[0]} lines are written and {ours[1]} removed" in readme
-    assert f"takes {theirs[0]} and {theirs[1]}" in readme
-    for page in pages:
+    for page in (ROOT / "docs" / "python.md", EXAMPLES / "README.md"):
         assert all(f"| {written} | {removed} |" in page.read_text() for written, removed in (ours, theirs)), page
 
 

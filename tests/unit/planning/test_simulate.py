@@ -74,7 +74,7 @@ def test_transfers_take_time_on_their_own_lane() -> None:
 def test_balanced_costs_give_every_rank_the_same_work() -> None:
     plan = plan_of("0:0-2.0:3", Mode.STALE, 12)
     timeline = simulate(plan, balanced_costs(plan), range(120))
-    busy = [timeline.busy(rank, 0.0, timeline.end) for rank in range(4)]
+    busy = timeline.busy_shares(4, 0.0, timeline.end)
     assert max(busy) == min(busy)
 
 
