@@ -8,7 +8,7 @@ from typing import Any
 
 from stagewright.config.optimizers import takers
 from stagewright.config.sections import GroupConfig, OptimizerConfig, options, require_within
-from stagewright.errors import UserError, did_you_mean, is_text
+from stagewright.errors import UserError, did_you_mean, either_of, is_text
 
 _FLAG = "--group"
 _EXAMPLE = "'head.*:lr=0.1,weight_decay=0'"
@@ -44,7 +44,7 @@ def require_used(config: OptimizerConfig) -> None:
             if (needed := takers(name)) and config.name not in needed:
                 raise UserError(
                     f"{_FLAG} {group}: {name} changes nothing with --optimizer {config.name}; "
-                    f"it needs --optimizer {' or '.join(needed)}"
+                    f"it needs --optimizer {either_of(needed)}"
                 )
 
 
