@@ -166,7 +166,7 @@ def _vgg(depth: int, *, norm: bool = False) -> Net:
     for count, filters in zip(_VGG[depth], (64, 128, 256, 512, 512), strict=True):
         for _ in range(count):
             net.conv(filters, bias=True)
-            net = net.norm().act() if norm else net.act()
+            (net.norm() if norm else net).act()
         net.pool()
     net.linear(4096, 1, 512 * 49).side = 1
     return net.act(2).linear(4096).act(2).linear(CLASSES)

@@ -132,9 +132,12 @@ def stock_paths(side: int) -> dict[str, data.Way]:
     """Every stock way from a JPEG to a crop that works here, by name."""
     found: dict[str, data.Way] = {"Pillow": _pillow(side), "simplejpeg + torch": _simplejpeg(side)}
     optional: Mapping[str, Callable[[int], data.Way]] = {"torchvision": _torchvision, "DALI (CPU)": _dali}
+    probe: bytes = simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8))
     for name, make in optional.items():
         try:
-            found[name] = make(side)
+            way = make(side)
+            way(probe, View(0, 0, 8, 8, side, side))
+            found[name] = way
         except (ImportError, OSError, RuntimeError):  # not installed, or not built for this machine
             continue
     return found
@@ -170,7 +173,6 @@ def _torchvision(side: int) -> data.Way:
         crop = transforms.resized_crop(pixels, view.top, view.left, view.height, view.width, [side, side])
         return transforms.horizontal_flip(crop) if view.is_mirrored else crop
 
-    path(_probe_jpeg(), View(0, 0, 8, 8, side, side))
     return path
 
 
@@ -198,13 +200,7 @@ def _dali(side: int) -> data.Way:
         held["mirrored"] = np.array(int(view.is_mirrored), np.int32)
         return built.run()
 
-    path(_probe_jpeg(), View(0, 0, 8, 8, side, side))
     return path
-
-
-def _probe_jpeg() -> bytes:
-    jpeg: bytes = simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8))
-    return jpeg
 
 
 def compare_loaders(

@@ -33,17 +33,18 @@ levels = [{{ link = "nvlink2", lanes = 6 }}]
 """
 
 
-def flat_cluster(devices: int) -> Cluster:
+def _flat_cluster(devices: int) -> Cluster:
     """All GPUs behind one switch."""
-    level = Level(shipped().links["pcie3-pix"], (tuple(range(devices)),))
-    return Cluster((Machine(devices, "v100-sxm2-16", (level,)),), f"{devices} flat")
+    return Cluster((_machine(devices, "pcie3-pix"),), f"{devices} flat")
 
 
-def machines_cluster(machines: int, each: int) -> Cluster:
+def _machines_cluster(machines: int, each: int) -> Cluster:
     """Machines with GPUs connected by NVLink, on one network."""
-    level = Level(shipped().links["nvlink2"], (tuple(range(each)),))
-    machine = Machine(each, "v100-sxm2-16", (level,))
-    return Cluster((machine,) * machines, f"{machines}x{each}", shipped().links["net-100g"])
+    return Cluster((_machine(each, "nvlink2"),) * machines, f"{machines}x{each}", shipped().links["net-100g"])
+
+
+def _machine(devices: int, link: str) -> Machine:
+    return Machine(devices, "v100-sxm2-16", (Level(shipped().links[link], (tuple(range(devices)),)),))
 
 
 def measure(voice: Voice) -> Outcome:
@@ -52,8 +53,8 @@ def measure(voice: Voice) -> Outcome:
     flat, joined = ((16, 0.1), (32, None), (64, None)), ((2, 2.0), (8, None), (32, None), (128, 20.0))
     rows = (
         *(_plan("resnet50", machines, 8, goal, voice) for machines, goal in sizes),
-        *(_search("resnet50", flat_cluster(devices), goal, voice) for devices, goal in flat),
-        *(_search("resnet152", machines_cluster(machines, 8), goal, voice) for machines, goal in joined),
+        *(_search("resnet50", _flat_cluster(devices), goal, voice) for devices, goal in flat),
+        *(_search("resnet152", _machines_cluster(machines, 8), goal, voice) for machines, goal in joined),
         *(_simulation(8, replicas, goal, voice) for replicas, goal in ((32, None), (64, None), (128, 30.0))),
     )
     return new_outcome("planner", "Seconds of plan, the search and the simulator", 1, unit="s", rows=rows)

@@ -74,7 +74,8 @@ class Entry:
         return {"images": inputs, "labels": torch.randint(CLASSES, (samples,), generator=generator)}
 
 
-def _torchvision(
+def _image(
+    library: str,
     name: str,
     side: int = 32,
     factory: Callable[..., nn.Module] | None = None,
@@ -83,22 +84,15 @@ def _torchvision(
     is_quick: bool = False,
     **options: Any,
 ) -> Entry:
-    """A model of images by its function in torchvision.models, by the class that makes it, or by another factory."""
-    factory = factory or partial(images.library_model, "torchvision.models", made_by or name, **options)
-    return Entry(f"torchvision_{name}", name, "torchvision", factory, (3, side, side), is_quick=is_quick)
+    """A model of images by its name in a library, by the class of torchvision that makes it, or by another factory."""
+    by_name = partial(images.library_model, "torchvision.models", made_by or name)
+    if library == "timm":
+        by_name = partial(images.timm_model, name)
+    factory = factory or partial(by_name, **options)
+    return Entry(f"{library}_{name}", name, library, factory, (3, side, side), is_quick=is_quick)
 
 
-def _timm(
-    name: str,
-    side: int = 32,
-    factory: Callable[..., nn.Module] | None = None,
-    *,
-    is_quick: bool = False,
-    **options: Any,
-) -> Entry:
-    """A model of images by its name in timm, or by another factory."""
-    factory = factory or partial(images.timm_model, name, **options)
-    return Entry(f"timm_{name}", name, "timm", factory, (3, side, side), is_quick=is_quick)
+_torchvision, _timm = (partial(_image, library) for library in ("torchvision", "timm"))
 
 
 def _text(family: str, factory: Callable[..., nn.Module], *, is_quick: bool = False) -> Entry:
