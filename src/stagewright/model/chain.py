@@ -95,6 +95,14 @@ class Chain:
         """Whether what runs, and so which parameters get a gradient, may differ between batches."""
         return self._varies or self.way is Way.BLOCKS
 
+    @property
+    def is_in_single(self) -> bool:
+        """Whether its forward was recorded as a CPU runs it in single precision, without autocast."""
+        with self._context():
+            is_cast = torch.is_autocast_enabled(self._device)
+        kinds = {parameter.dtype for parameter in self.model.parameters() if parameter.is_floating_point()}
+        return self._device == "cpu" and not is_cast and kinds == {torch.float32}
+
     def _record(self, *, on_values: bool) -> None:
         """Record the model's forward, and note what its code does."""
         model, context, device = self.model, self._context, self._device

@@ -881,3 +881,16 @@ def test_a_buffer_that_evaluation_reads_in_a_later_stage_is_sent_there() -> None
     chain = Chain(Late(), example())
     assert "mean" in chain.cut(chain.by_names(["second"]))[1].evaluation_inputs
     assert prove_cut(Late, ("second",), way=Way.GRAPH).difference < 1e-12
+
+
+def test_a_recording_that_differs_is_not_proven_by_another_one() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+    chain = Chain(build(), torch.randn(4, 4))
+    assert chain.trace is not None
+    for node in chain.trace.training.graph.nodes:
+        if node.target == "1":
+            node.target = "2"
+    with pytest.raises(Differs):
+        prove.prove(build, chain, ["2"], "somewhere:build")
