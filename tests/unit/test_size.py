@@ -6,29 +6,29 @@ from tests.size import lines_by_folder, long_files, table
 
 # Lines of Python at most. They only fall, unless a commit raises one and says why.
 CEILINGS = {
-    "api": 1_567,
-    "bench": 9_170,
-    "cli": 3_526,
-    "cluster": 791,
-    "config": 1_109,
-    "data": 4_752,
-    "hardware": 2_424,
-    "integrations": 609,
-    "model": 5_553,
-    "plan": 1_776,
-    "planning": 3_472,
-    "profile": 1_674,
-    "report": 3_570,
-    "run": 4_356,
-    "runtime": 11_888,
-    "schedule": 712,
-    "top": 1_250,
-    "package": 58_200,
-    "package: code": 43_100,
-    "benchmarks": 0,
-    "tests": 44_800,
+    "api": 1_165,
+    "bench": 2_937,
+    "cli": 2_881,
+    "cluster": 780,
+    "config": 1_934,
+    "data": 4_487,
+    "hardware": 2_775,
+    "integrations": 567,
+    "model": 5_435,
+    "plan": 1_745,
+    "planning": 2_688,
+    "profile": 1_169,
+    "report": 3_364,
+    "run": 3_814,
+    "runtime": 11_732,
+    "schedule": 685,
+    "top": 1_377,
+    "package": 49_535,
+    "package: code": 36_131,
+    "benchmarks": 7_250,
+    "tests": 44_647,
 }
-LONGEST = 800  # of one file of the package
+LONGEST = 500  # of one file of the package
 
 
 def test_no_folder_is_larger_than_its_ceiling() -> None:

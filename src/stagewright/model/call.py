@@ -108,3 +108,20 @@ def leaves_of(tree: Any) -> list[Tensor]:
 def differentiable(tree: Any) -> list[Tensor]:
     """The tensors in it that have a gradient."""
     return [leaf for leaf in leaves_of(tree) if leaf.requires_grad]
+
+
+def samples_like(example: Inputs, count: int, weights: torch.dtype, seed: int) -> Inputs:
+    """Different samples like the example: its own, and where it has fewer, those moved by noise."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def moved(field: Tensor) -> Tensor:
+        rows = torch.cat([field] * -(-count // len(field)))[:count].clone()
+        if not rows.is_floating_point():
+            return rows
+        if len(field) >= count and not torch.equal(rows[0], rows[1]):
+            return rows.to(weights)
+        noise = torch.randn(rows.shape, generator=generator, dtype=torch.float64)
+        scale = float(rows.double().std()) if rows.numel() > 1 else 0.0
+        return (rows.double() + 0.1 * (scale or 1.0) * noise).to(weights)
+
+    return example.map(moved)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from stagewright import torch_internals
 from stagewright.errors import UserError, first_line
 from stagewright.files import cache_folder, read_text, write_text
-from stagewright.model.call import Inputs, differentiable, leaves_of
+from stagewright.model.call import Inputs, differentiable, leaves_of, samples_like
 from stagewright.model.chain import WAYS, Chain
 from stagewright.model.load import convert
 from stagewright.model.pieces import Piece, backward, run
@@ -178,7 +178,7 @@ def _compare(build: Build, chain: Chain, cuts: Sequence[str], weights: torch.dty
             pass
 
     def cut_anew(copy: nn.Module) -> tuple[Piece, ...]:
-        example = _samples(chain.example, weights).first(1)
+        example = samples_like(chain.example, SAMPLES, weights, _SEEDS[0]).first(1)
         return Chain(copy, example, way=chain.way, build=lambda: convert(build(), weights)).cut(cuts)
 
     found = _compare_cut(build, cut_anew, chain.example, weights)
@@ -188,7 +188,7 @@ def _compare(build: Build, chain: Chain, cuts: Sequence[str], weights: torch.dty
 def _compare_cut(
     build: Build, cut: Callable[[nn.Module], Sequence[Piece]], example: Inputs, weights: torch.dtype
 ) -> _Compared:
-    given = _samples(example, weights)
+    given = samples_like(example, SAMPLES, weights, _SEEDS[0])
     author, copy = (convert(build(), weights) for _ in range(2))
     _give_state(author, copy)
     author.train()
@@ -234,23 +234,6 @@ def _require_own(pieces: Sequence[Piece], moved: Collection[str]) -> None:
                     f"the {len(pieces)} stages do not compute what the whole model does: in evaluation, stage {stage} "
                     f"uses '{name}', which stage {min(others)} trains; use one stage, or cut elsewhere"
                 )
-
-
-def _samples(example: Inputs, weights: torch.dtype) -> Inputs:
-    """Different samples like the example: its own, and where it has fewer, those moved by noise."""
-    generator = torch.Generator().manual_seed(_SEEDS[0])
-    return example.map(lambda tensor: _moved(tensor, weights, generator))
-
-
-def _moved(field: Tensor, weights: torch.dtype, generator: torch.Generator) -> Tensor:
-    rows = torch.cat([field] * -(-SAMPLES // len(field)))[:SAMPLES].clone()
-    if not rows.is_floating_point():
-        return rows
-    if len(field) >= SAMPLES and not torch.equal(rows[0], rows[1]):
-        return rows.to(weights)
-    noise = torch.randn(rows.shape, generator=generator, dtype=torch.float64)
-    scale = float(rows.double().std()) if rows.numel() > 1 else 0.0
-    return (rows.double() + 0.1 * (scale or 1.0) * noise).to(weights)
 
 
 def _give_state(author: nn.Module, copy: nn.Module) -> None:
@@ -494,7 +477,7 @@ def keeps_state(build: Build, example: Inputs, attributes: Sequence[str]) -> boo
     put back, returns something else.
     """
     model = build().train()
-    given = _samples(example, torch.float32)
+    given = samples_like(example, SAMPLES, torch.float32, _SEEDS[0])
     seen: list[tuple[list[Tensor], dict[str, Any]]] = []
     with analysing(), torch.no_grad():
         buffers = _buffers(model)
