@@ -32,7 +32,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
 
 
 def test_trains_the_same_weights_as_the_command_itself(tmp_path: Path) -> None:
-    options = ("--steps", "6", "--samples", "64", "--eval-every", "3")
+    options = ("--steps", "60", "--samples", "64", "--eval-every", "30", "--monitor-every", "0.05")  # samples in any run
     weights = [tmp_path / "alone.safetensors", tmp_path / "torchrun.safetensors"]
     subprocess.run(
         command(tmp_path / "alone", *options, "--export", str(weights[0])),
@@ -41,10 +41,10 @@ def test_trains_the_same_weights_as_the_command_itself(tmp_path: Path) -> None:
     code, out, errors = end(torchrun(tmp_path / "runs", 3, *options, "--export", str(weights[1])))
     assert (code, errors) == (0, [])
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert out.count("done: 6 steps") == 1 and out.count("evaluation after step 6") == 1  # rank 0 alone prints
+    assert out.count("done: 60 steps") == 1 and out.count("evaluation after step 60") == 1  # rank 0 alone prints
     (run,) = (tmp_path / "runs").iterdir()
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["batches"] == 6 and {rank["rank"] for rank in summary["use"]["ranks"]} == {0, 1, 2}
+    assert summary["batches"] == 60 and {rank["rank"] for rank in summary["use"]["ranks"]} == {0, 1, 2}
     assert (run / "report.html").exists() and ranks_of(tmp_path) == []
 
 
