@@ -135,7 +135,7 @@ def test_a_killed_rank_restarts_and_the_script_sees_its_steps_again(
             ("the engine with batch", line_of("in engine.epoch(DataLoader"), "something else on rank", "manual_seed"),
             marks=nightly,
         ),
-        ("model", ("Engine", line_of("engine = "), "something else on rank", "manual_seed")),
+        pytest.param("model", ("Engine", line_of("engine = "), "something else on rank", "manual_seed"), marks=nightly),
         pytest.param("raise", (f"{line_of('raise ValueError')} raised ValueError: no such colour",), marks=nightly),
     ],
 )

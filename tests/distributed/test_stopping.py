@@ -60,7 +60,9 @@ def test_a_killed_supervisor_leaves_no_ranks_and_the_run_resumes(tmp_path: Path)
     assert_resumes(run, tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=soak), signal.SIGTERM], ids=lambda number: number.name
+)
 def test_an_interrupted_run_resumes(number: signal.Signals, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     process = start(runs, *ENDLESS)

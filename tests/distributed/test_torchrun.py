@@ -32,7 +32,16 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
 
 
 def test_trains_the_same_weights_as_the_command_itself(tmp_path: Path) -> None:
-    options = ("--steps", "60", "--samples", "64", "--eval-every", "30", "--monitor-every", "0.05")  # samples in any run
+    options = (
+        "--steps",
+        "60",
+        "--samples",
+        "64",
+        "--eval-every",
+        "30",
+        "--monitor-every",
+        "0.05",
+    )  # samples in any run
     weights = [tmp_path / "alone.safetensors", tmp_path / "torchrun.safetensors"]
     subprocess.run(
         command(tmp_path / "alone", *options, "--export", str(weights[0])),

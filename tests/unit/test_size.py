@@ -26,7 +26,7 @@ CEILINGS = {
     "package": 49_535,
     "package: code": 36_131,
     "benchmarks": 7_250,
-    "tests": 44_647,
+    "tests": 44_660,
 }
 LONGEST = 500  # of one file of the package
 

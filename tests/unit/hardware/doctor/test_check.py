@@ -15,12 +15,14 @@ from rich.console import Console
 from stagewright.cli.main import main
 from stagewright.hardware.doctor.check import check_machine, show, try_measuring
 from stagewright.hardware.doctor.measure import Measured
+from tests.marks import nightly
 from tests.nvml_like import Card, Library
 from tests.waiting import LONG
 
 ROOT = Path(__file__).parents[4]
 
 
+@nightly
 def test_prints_plain_lines_and_measures_without_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(1 << 20))
     done = subprocess.run(
