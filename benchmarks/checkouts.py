@@ -77,16 +77,16 @@ class Drawn:
 def measure(before: Path, repeats: int | None, only: str | None, voice: Voice) -> Outcome:
     """Time every command of both checkouts in turns; a ratio above 1 says that this one is faster."""
     repeats, pairs = repeats or REPEATS, []
-    work = [("seconds", *one, _starts) for one in SECONDS.items()]
-    work += [("images per second", *one, _speed) for one in SPEEDS.items()]
-    for group, name, words, rate in work:
+    work = [("commands/s", *one, _starts) for one in SECONDS.items()]
+    work += [("images/s", *one, _speed) for one in SPEEDS.items()]
+    for unit, name, words, rate in work:
         if only is None or only in name:
             sides = {side: partial(rate, place, words) for side, place in (("after", AFTER), ("before", before))}
             found = in_turns(sides, repeats, voice, name)
-            ours, theirs = (measured_row(f"{group}: {name}", side, rates) for side, rates in found.items())
+            ours, theirs = (measured_row(name, side, rates, unit=unit) for side, rates in found.items())
             pairs.append((ours, theirs, None))
-    title = "This checkout beside another one (of whole commands: commands per second)"
-    return new_outcome("checkouts", title, repeats, unit="per second", **compared(*pairs))
+    title = "This checkout beside another one"
+    return new_outcome("checkouts", title, repeats, unit="images/s", **compared(*pairs))
 
 
 def _starts(checkout: Path, words: str) -> float:
