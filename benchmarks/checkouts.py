@@ -91,11 +91,11 @@ def measure(before: Path, repeats: int | None, only: str | None, voice: Voice) -
 
 def _starts(checkout: Path, words: str) -> float:
     """How often a whole command could run in a second."""
-    return 1 / _run(checkout, words).seconds
+    return 1 / run_in(checkout, words).seconds
 
 
 def _speed(checkout: Path, words: str) -> float:
-    return float(json.loads(_run(checkout, words).last)["images_per_second"])
+    return float(json.loads(run_in(checkout, words).last)["images_per_second"])
 
 
 def compare_bits(before: Path, seed: int, device: str, voice: Voice) -> Iterator[Drawn]:
@@ -133,7 +133,7 @@ def draw(seed: int, device: str, tokens: Path) -> Iterator[str]:
 
 def _trained(checkout: Path, options: str, runs: Path) -> tuple[dict[str, str], str]:
     try:
-        _run(checkout, f"train {options} --emulate --runs {runs} --checkpoint-every 5 --monitor-every 0")
+        run_in(checkout, f"train {options} --emulate --runs {runs} --checkpoint-every 5 --monitor-every 0")
     except RunFailed as error:
         return {}, str(error)
     return dict(_hashes(runs)), ""
@@ -148,7 +148,7 @@ def _hashes(runs: Path) -> Iterator[tuple[str, str]]:
                 yield f"{path.name}: {name}", data.numpy().tobytes().hex()
 
 
-def _run(checkout: Path, words: str) -> Printed:
+def run_in(checkout: Path, words: str) -> Printed:
     """Run a command in a checkout."""
     if not (checkout / "src" / "stagewright").is_dir():
         raise UserError(f"{checkout} has no src/stagewright; give the folder of a checkout")

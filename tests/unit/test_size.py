@@ -26,7 +26,7 @@ CEILINGS = {
     "package": 49_535,
     "package: code": 36_131,
     "benchmarks": 7_250,
-    "tests": 44_660,
+    "tests": 44_706,
 }
 LONGEST = 500  # of one file of the package
 
